@@ -1,0 +1,1 @@
+"""Research methods, one package each."""
