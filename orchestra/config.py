@@ -1,0 +1,116 @@
+"""What every run can be asked, whatever the method: the top-level keys and the trainer's, checked without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIG_DIR = ROOT / "conf"
+CONFIG_NAME = "train"
+
+SCALES = ("small", "paper")
+
+
+def register_resolvers() -> None:
+    """Make `${by_scale:${scale},<small>,<paper>}` and `${variant_of:<module option>}` available in config files."""
+    OmegaConf.register_new_resolver("by_scale", _by_scale, replace=True)
+    OmegaConf.register_new_resolver("variant_of", lambda option: str(option).rpartition("/")[2], replace=True)
+
+
+def _by_scale(scale: str, small: Any, paper: Any) -> Any:
+    return {"small": small, "paper": paper}[scale]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Objective(Section):
+    """The one number an experiment is about."""
+
+    metric: Annotated[str, Field(pattern=r"^(train|val|test)/\S+$")]
+    direction: Literal["minimize", "maximize"]
+
+
+class Paper(Section):
+    title: str
+    authors: str
+    venue: str
+    url: str
+
+
+Limit = Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0.0, le=1.0)] | None
+
+
+class TrainerConfig(Section):
+    """Arguments of `pytorch_lightning.Trainer` that configs may set. `strategy` may also be a `_target_` node."""
+
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps", "tpu"]
+    devices: Literal["auto"] | PositiveInt | list[NonNegativeInt]
+    num_nodes: PositiveInt
+    strategy: str | dict[str, Any]
+    precision: Literal[
+        "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "transformer-engine", "32", "64"
+    ]
+    max_epochs: Annotated[int, Field(ge=-1)] | None
+    min_epochs: NonNegativeInt | None
+    max_steps: Annotated[int, Field(ge=-1)]
+    min_steps: NonNegativeInt | None
+    max_time: str | None
+    limit_train_batches: Limit
+    limit_val_batches: Limit
+    limit_test_batches: Limit
+    val_check_interval: PositiveInt | Annotated[float, Field(gt=0.0, le=1.0)] | None
+    check_val_every_n_epoch: PositiveInt | None
+    num_sanity_val_steps: Annotated[int, Field(ge=-1)]
+    accumulate_grad_batches: PositiveInt
+    gradient_clip_val: PositiveFloat | None
+    gradient_clip_algorithm: Literal["norm", "value"] | None
+    log_every_n_steps: PositiveInt
+    deterministic: bool | Literal["warn"] | None
+    benchmark: bool | None
+    inference_mode: bool
+    detect_anomaly: bool
+    profiler: Literal["simple", "advanced", "pytorch"] | None
+    sync_batchnorm: bool
+    enable_progress_bar: bool
+    enable_model_summary: bool
+    use_distributed_sampler: bool
+
+
+class RunConfig(Section):
+    """The top level of a composed config. Nodes with a `_target_` are checked against their own description."""
+
+    method: str
+    summary: str
+    paper: Paper
+    variant: str
+    experiment_name: str
+    run_name: Annotated[str, Field(min_length=1, pattern=r"^\S+$")]
+    scale: Literal["small", "paper"]
+    seed: NonNegativeInt
+    objective: Objective
+    train: bool
+    test: bool
+    debug: bool
+    checkpoint: str | None
+    resume: str | None
+    threads: PositiveInt | None
+    output_dir: str
+    tags: dict[str, str]
+    notes: str | None
+    module: dict[str, Any]
+    datamodule: dict[str, Any]
+    trainer: dict[str, Any]
+    callbacks: dict[str, Any]
+    logger: dict[str, Any] | None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if not self.train and self.checkpoint is None and self.resume is None:
+            raise ValueError("train=false tests a trained model; say which one with checkpoint=<path> or resume=<run>")
+        return self
