@@ -81,6 +81,7 @@ class Checkpoints(pl.callbacks.Checkpoint):
         self.best_step: int | None = None
         self._last_saved = -1
         self._restored: dict[str, Any] | None = None
+        self._before_validation: list[dict[str, Any]] = []
 
     @property
     def best_path(self) -> Path | None:
@@ -108,7 +109,7 @@ class Checkpoints(pl.callbacks.Checkpoint):
         loop = trainer.fit_loop.epoch_loop
         _settle_counters(checkpoint["loops"]["fit_loop"], trainer.fit_loop)
         checkpoint["orchestra"] = {
-            "random_state": random_state.collect(),
+            "random_state": self._before_validation if trainer.validating else random_state.collect(),
             "logged_steps": loop._batches_that_stepped,
             "validation_pending": trainer.validating,
         }
@@ -122,10 +123,8 @@ class Checkpoints(pl.callbacks.Checkpoint):
 
     # --- when ---
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        INTERRUPTS.install()
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        INTERRUPTS.install()  # Lightning has just put its own SIGTERM handler: exactly one may act
         INTERRUPTS.defer(True)
 
     def on_train_batch_start(
@@ -140,6 +139,13 @@ class Checkpoints(pl.callbacks.Checkpoint):
             self._save_resumable(trainer)
         if interrupted and not accumulating:
             raise Interrupted(INTERRUPTS.received or 15)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # A validation that is interrupted runs again from its start, and even its data loaders draw random numbers.
+        if trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+            self._before_validation = random_state.collect()
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -186,9 +192,12 @@ class Checkpoints(pl.callbacks.Checkpoint):
         loop._batches_that_stepped = restored["logged_steps"]
         random_state.restore(restored["random_state"])
         if restored["validation_pending"]:
+            connector = trainer._logger_connector
+            first_iteration = connector._first_loop_iter
             trainer.validating = True
             loop.val_loop.run()
             trainer.training = True
+            connector._first_loop_iter = first_iteration
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
             loop._batches_that_stepped += 1
 
@@ -235,6 +244,7 @@ def _settle_counters(saved: dict[str, Any], fit_loop: Any) -> None:
     for scope in ("total", "current"):
         done = batches[scope]["completed"]
         batches[scope] |= {"ready": done, "started": done, "processed": done}
+    batches["is_last_batch"] = batches["current"]["completed"] >= fit_loop.max_batches  # not of the batch just fetched
     epochs = saved["epoch_progress"]
     if epochs["current"]["completed"] == epochs["current"]["started"] > 0:  # training has ended
         if batches["current"]["completed"] < fit_loop.max_batches:

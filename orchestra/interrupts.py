@@ -33,6 +33,7 @@ class Interrupts:
         try:
             yield self
         finally:
+            self.received, self._deferred = None, False
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 

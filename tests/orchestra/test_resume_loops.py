@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules.resumable import ResumableDataModule
 from orchestra.checkpoints import AtomicCheckpointIO, Checkpoints, step_checkpoints
+from orchestra.errors import Interrupted
+from orchestra.interrupts import INTERRUPTS
 
 BATCHES = 7
 
@@ -78,13 +82,23 @@ class Noisy(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def fit(directory: Path, settings: dict[str, Any], resume_from: Path | None = None, workers: int = 0) -> Any:
+def fit(
+    directory: Path,
+    settings: dict[str, Any],
+    resume_from: Path | None = None,
+    workers: int = 0,
+    callbacks: list[pl.Callback] | None = None,
+    first_points: Recorder | None = None,
+) -> Any:
     pl.seed_everything(0 if resume_from is None else 99, verbose=False)  # a resumed run must not depend on its seed
-    recorder = Recorder()
+    recorder = first_points or Recorder()
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=recorder,
-        callbacks=[Checkpoints(str(directory), "val/mse", "minimize", every_n_steps=1, keep=1000)],
+        callbacks=[
+            *(callbacks or []),
+            Checkpoints(str(directory), "val/mse", "minimize", every_n_steps=1, keep=1000),
+        ],
         plugins=[AtomicCheckpointIO()],
         num_sanity_val_steps=0,
         log_every_n_steps=1,
@@ -119,8 +133,8 @@ def test_every_checkpoint_resumes_bit_for_bit(name: str, tmp_path: Path) -> None
         assert not points.repeated
         for key, value in points.points.items():
             assert recorder.points[key] == value, (checkpoint.name, key)
-        started = int(checkpoint.stem.removeprefix("step-")) * settings.get("accumulate_grad_batches", 1)
-        expected = {key for key in recorder.points if key[1] > started}
+        done = int(checkpoint.stem.removeprefix("step-"))
+        expected = {key for key in recorder.points if key[1] >= done}
         assert expected <= points.points.keys(), (checkpoint.name, sorted(expected - points.points.keys()))
         for ours, theirs in zip(again.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs), checkpoint.name
@@ -145,4 +159,32 @@ def test_workers_that_fetch_ahead_do_not_lose_batches(tmp_path: Path) -> None:
     whole, _, _ = fit(tmp_path / "whole", settings, workers=1)
     checkpoint = step_checkpoints(tmp_path / "whole")[6]
     again, _, _ = fit(tmp_path / "again", settings, resume_from=checkpoint, workers=1)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+
+
+class InterruptedWhileValidating(pl.Callback):
+    """Sends the process SIGTERM in the middle of the second validation."""
+
+    def __init__(self) -> None:
+        self.validations = 0
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.validations += 1
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        if self.validations == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sigterm_during_validation_loses_nothing(tmp_path: Path) -> None:
+    settings = SETTINGS["steps, validation across epochs"]
+    whole, recorder, _ = fit(tmp_path / "whole", settings)
+    with INTERRUPTS.handled(), pytest.raises(Interrupted) as caught:
+        fit(tmp_path / "cut", settings, callbacks=[InterruptedWhileValidating()], first_points=(first := Recorder()))
+    assert caught.value.exit_code == 128 + signal.SIGTERM
+    newest = step_checkpoints(tmp_path / "cut")[0]
+    assert newest.name == "step-000000010.ckpt"
+    again, points, _ = fit(tmp_path / "again", settings, resume_from=newest)
+    assert first.points | points.points == recorder.points
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
