@@ -1,0 +1,95 @@
+"""Losses of OpenMoE (section 2.2 and table 12): cross-entropy, z-loss, load balance, router z-loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from modules.openmoe.router import Routing
+
+
+def load_balance_loss(routing: Routing, scope: Literal["global", "group"] = "global") -> Tensor:
+    """E · Σ_i m_i P_i: m_i the share of tokens with expert i among their k choices, P_i the mean probability of i.
+
+    m is counted before dropping and carries no gradient, and sums to k: perfect balance gives k, collapse on k experts
+    gives E. (Libraries that count first choices only, or divide by k, give other numbers.) Padding is left out.
+    `global` takes m and P over the whole batch of all processes; `group` averages the loss over groups, as the JAX
+    training code does.
+    """
+    experts = routing.num_experts
+    real = _real(routing)
+    chosen = torch.zeros_like(routing.logits).scatter_add_(
+        -1, routing.expert.clamp(max=experts - 1), real.unsqueeze(-1).to(routing.logits.dtype).expand(routing.expert.shape)
+    )
+    probability = routing.probabilities * real.unsqueeze(-1)
+    if scope == "group":
+        tokens = real.sum(1).clamp(min=1).unsqueeze(-1)
+        per_group = experts * ((chosen.sum(1) / tokens) * (probability.sum(1) / tokens)).sum(-1)
+        return per_group[real.any(1)].mean() if real.any() else per_group.sum()
+    counts, mass, tokens = chosen.sum((0, 1)), probability.sum((0, 1)), real.sum().to(probability.dtype)
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        from torch.distributed.nn.functional import all_reduce
+
+        shared = torch.cat([counts, tokens.view(1)])
+        dist.all_reduce(shared)
+        counts, tokens = shared[:-1], shared[-1]
+        mass = all_reduce(mass)
+    tokens = tokens.clamp(min=1)
+    return experts * ((counts / tokens) * (mass / tokens)).sum()
+
+
+def router_z_loss(routing: Routing) -> Tensor:
+    """Mean over real tokens of logsumexp(router logits)²."""
+    return _mean(routing.logits.logsumexp(-1).square(), _real(routing))
+
+
+def cross_entropy_and_z(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross-entropy (nats) and mean logsumexp² over predicted tokens.
+
+    Args:
+        logits: `[..., V]`.
+        labels: `[...]` int64; -100 is not predicted.
+    """
+    log_z = logits.logsumexp(-1)
+    predicted = labels != -100
+    target = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return _mean(log_z - target, predicted), _mean(log_z.square(), predicted)
+
+
+def token_nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Negative log-likelihood in nats of each label, 0 where the label is -100; the shape of `labels`."""
+    nll = logits.logsumexp(-1) - logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return nll.masked_fill(labels == -100, 0.0)
+
+
+def mean_over_layers(values: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Mean of per-layer losses; zero for a model without MoE layers."""
+    return torch.stack(list(values)).mean() if values else like.new_zeros(())
+
+
+def drop_rate(routings: Sequence[Routing]) -> Tensor:
+    """Share of real (token, choice) pairs that their expert turned away, over all layers; float32."""
+    if not routings:
+        return torch.zeros(())
+    pairs = torch.stack([(r.expert < r.num_experts).sum() for r in routings]).sum()
+    kept = torch.stack([r.kept.sum() for r in routings]).sum()
+    return 1.0 - kept.float() / pairs.clamp(min=1)
+
+
+def expert_counts(routing: Routing) -> Tensor:
+    """How many real (token, choice) pairs chose each expert, before dropping: `[E]` int64."""
+    return torch.bincount(routing.expert.reshape(-1), minlength=routing.num_experts + 1)[: routing.num_experts]
+
+
+def _real(routing: Routing) -> Tensor:
+    if routing.mask is not None:
+        return routing.mask
+    return torch.ones(routing.logits.shape[:-1], dtype=torch.bool, device=routing.logits.device)
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    return torch.where(where, values, 0.0).sum() / where.sum().clamp(min=1)
