@@ -165,7 +165,8 @@ class Decoder(nn.Module):
         """Draw every weight afresh, each expert on its own (copies of one expert would stay copies)."""
         config = self.config
         scale = 0.1 if config.init == "jax" else 1.0
-        self.embedding.weight.normal_(0.0, 1.0 if config.init == "jax" else config.d_model**-0.5)
+        # Tied logits then start with variance 1/4: the first loss is close to ln(vocabulary).
+        self.embedding.weight.normal_(0.0, 1.0 if config.init == "jax" else 0.5 * config.d_model**-0.5)
         if self.output is not None:
             _truncated(self.output.weight, math.sqrt(scale / config.d_model))
         for name, module in self.named_modules():
