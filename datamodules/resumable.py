@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,54 +10,51 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
+def shuffled(size: int, seed: int) -> Callable[[int], Sequence[int]]:
+    """The usual order: every index once an epoch, epoch `e` shuffled by `seed + e`."""
+
+    def order(epoch: int) -> Sequence[int]:
+        return torch.randperm(size, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+    return order
+
+
 class ResumableSampler(Sampler[int]):
-    """Shuffled indices of one process: entry `i * world_size + rank` of the epoch's order, from `start` on.
+    """Indices of one process: entry `i * world_size + rank` of the epoch's order, from `start` on.
 
     The order over all processes together is that of one process with the same global batch. `len()` stays the whole
     epoch's, because training loops count batches of the epoch and not of what is left of it.
 
     Args:
-        size: samples in the data set.
-        seed: order of epoch `e` comes from `seed + e`.
-        shuffle: False keeps the data set's order.
-        start: samples of this process to skip in the first epoch that is iterated.
-        epoch: the epoch that `start` belongs to.
+        order: the indices of an epoch over all processes, a pure function of the epoch's number.
+        start: samples of this process to skip in epoch `epoch`; later epochs begin at their first sample.
     """
 
     def __init__(
         self,
-        size: int,
+        order: Callable[[int], Sequence[int]],
         *,
-        seed: int,
-        shuffle: bool = True,
         start: int = 0,
         epoch: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
-        self.start, self.epoch = start, epoch
+        self.order, self.start, self.epoch = order, start, epoch
         self.rank, self.world_size = rank, world_size
+        self.size = len(order(epoch)) // world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by the training loop at the start of every epoch; a later epoch begins at its first sample."""
+        """Called by the training loop at the start of every epoch."""
         if epoch != self.epoch:
             self.start = 0
         self.epoch = epoch
 
-    def order(self) -> list[int]:
-        """The epoch's order over all processes."""
-        if not self.shuffle:
-            return list(range(self.size))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return torch.randperm(self.size, generator=generator).tolist()
-
     def __iter__(self) -> Iterator[int]:
-        mine = self.order()[self.rank :: self.world_size][: len(self)]
+        mine = self.order(self.epoch)[self.rank :: self.world_size][: self.size]
         return iter(mine[self.start :])
 
     def __len__(self) -> int:
-        return self.size // self.world_size
+        return self.size
 
 
 class ResumableDataModule(pl.LightningDataModule):
@@ -85,29 +82,20 @@ class ResumableDataModule(pl.LightningDataModule):
     def resumable_loader(
         self,
         dataset: Dataset[Any],
+        order: Callable[[int], Sequence[int]],
         *,
-        size: int,
         batch_size: int,
         seed: int,
-        shuffle: bool = True,
         num_workers: int = 0,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A training DataLoader over `size` indices of `dataset` that starts where the loaded checkpoint stopped."""
+        """A training DataLoader over `dataset` in `order` that starts where the loaded checkpoint stopped."""
         rank, world_size, epoch = 0, 1, 0
         if self.trainer is not None:
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
             epoch = self.trainer.current_epoch
         done, self._batches_done = self._batches_done, 0
-        sampler = ResumableSampler(
-            size,
-            seed=seed,
-            shuffle=shuffle,
-            start=done * batch_size,
-            epoch=epoch,
-            rank=rank,
-            world_size=world_size,
-        )
+        sampler = ResumableSampler(order, start=done * batch_size, epoch=epoch, rank=rank, world_size=world_size)
         return DataLoader(
             dataset,
             batch_size=batch_size,

@@ -14,7 +14,7 @@ from pytorch_lightning.loggers.logger import Logger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from datamodules.resumable import ResumableDataModule
+from datamodules.resumable import ResumableDataModule, shuffled
 from orchestra.checkpoints import AtomicCheckpointIO, Checkpoints, step_checkpoints
 from orchestra.errors import Interrupted
 from orchestra.interrupts import INTERRUPTS
@@ -53,7 +53,9 @@ class Data(ResumableDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         data = TensorDataset(self.x)
-        return self.resumable_loader(data, size=len(data), batch_size=4, seed=1, num_workers=self.num_workers)
+        return self.resumable_loader(
+            data, shuffled(len(data), seed=1), batch_size=4, seed=1, num_workers=self.num_workers
+        )
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(TensorDataset(self.x[:8]), batch_size=4)
