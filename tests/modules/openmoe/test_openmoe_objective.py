@@ -30,8 +30,8 @@ from modules.openmoe.optim import build_optimizer, build_schedule, learning_rate
 def test_reference_examples(oracle: Any) -> None:
     data = oracle("ul2.json")
     for case in data["cases"]:
-        sentinels = list(range(case["vocab"] - 1, 0, -1))
         if "mask" in case:
+            sentinels = list(range(case["vocab"] - 1, 0, -1))
             inputs, targets = corrupt(case["tokens"], case["mask"], sentinels, case["eos"])
         else:
             inputs, targets = case["tokens"][: case["split"]], case["tokens"][case["split"] :]
