@@ -37,6 +37,7 @@ class TextDataConfig(LoaderConfig):
     packing: Literal["document", "concatenate"] = "document"  # document: no block crosses a document's end
     vocab_size: Annotated[int, Field(ge=260)] = 1024  # byte-level BPE with pad, bos and eos
     sentinels: NonNegativeInt = 300  # mask tokens of span corruption, at the top of the ids
+    total_vocab: PositiveInt = 1408  # rows of an embedding for these ids, sentinels included; usually a multiple of 128
     val_share: Share = 0.05  # of the documents of each training domain
     test_share: Share = 0.05
     blocks_per_epoch: PositiveInt | None = None  # None: as many as there are training blocks
@@ -45,11 +46,6 @@ class TextDataConfig(LoaderConfig):
     max_bytes: PositiveInt = 4_000_000  # of each training domain
     max_eval_bytes: PositiveInt = 300_000  # of each other domain
     cache_dir: str | None = None  # None: the user's cache directory, or ORCHESTRA_CACHE
-
-    @property
-    def total_vocab(self) -> int:
-        """Rows of an embedding for these ids: vocabulary and sentinels, rounded up to a multiple of 128."""
-        return -(-(self.vocab_size + self.sentinels) // 128) * 128
 
     @model_validator(mode="after")
     def _consistent(self) -> TextDataConfig:
@@ -62,6 +58,12 @@ class TextDataConfig(LoaderConfig):
                 raise ValueError(f"test_domains: {domain!r} is unknown; choose from {', '.join(DOMAINS)}")
         if not self.mixture:
             raise ValueError("mixture is empty: name at least one training domain")
+        needed = self.vocab_size + self.sentinels
+        if self.total_vocab < needed:
+            raise ValueError(
+                f"total_vocab={self.total_vocab} cannot hold vocab_size={self.vocab_size} and "
+                f"sentinels={self.sentinels}; use at least {needed}, e.g. {-(-needed // 128) * 128}"
+            )
         if self.val_share + self.test_share >= 1.0:
             raise ValueError(f"val_share={self.val_share} and test_share={self.test_share} leave nothing to train on")
         return self

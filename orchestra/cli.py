@@ -88,11 +88,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
         raise UsageError(_missing_option(error)) from error
     except (OverrideParseException, ConfigCompositionException) as error:
         raise UsageError(_composition_problem(error, overrides)) from error
-    with open_dict(config):
-        if OmegaConf.is_missing(config.hydra.runtime, "output_dir"):
-            config.hydra.runtime.output_dir = config.hydra.run.dir
+    OmegaConf.set_readonly(config.hydra, False)
+    config.hydra.runtime.output_dir = config.hydra.run.dir  # what Hydra itself fills in when it starts the job
     HydraConfig.instance().set_config(config)
-    OmegaConf.resolve(config)
     with open_dict(config):
         del config["hydra"]
     return config
