@@ -52,7 +52,7 @@ SHORTEST_DOCSTRING = 400
 _TEST_FOLDERS = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3"}
 
 LANGUAGES = {f"ui_{language}": language for language in UI_LANGUAGES}  # domains that differ in natural language
-LANGUAGES["conversation"] = "en"
+LANGUAGES["conversation_other"] = "many"
 
 
 def documents(domain: str, *, max_bytes: int, cache: Path | None = None) -> list[str]:

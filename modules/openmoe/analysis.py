@@ -206,36 +206,39 @@ def analyse(
 
     Args:
         domains: names of the values in `record.domain`.
-        languages: natural language of each domain that stands for one; domains without are left out of `tv_language`.
+        languages: natural language of each domain that stands for one. `tv_language` and `mi_share_language` compare
+            these with each other, `tv_domain` and `mi_share_domain` the others.
         min_occurrences: token ids seen less often are left out of the per-token means.
     """
     experts, k = record.num_experts, record.expert.shape[1]
     by_token = group_counts(record.token, record.expert, record.vocab, experts)
-    by_domain = group_counts(record.domain, record.expert, len(domains), experts)
     length = int(record.position.max()) + 1
     by_position = group_counts(record.position, record.expert, length, experts)
     buckets = position_buckets(record.position, length)
     used = tokens_used(by_token, k, min_occurrences)
-    spoken = np.array([i for i, name in enumerate(domains) if (languages or {}).get(name)], dtype=np.int64)
-    silent = np.array([i for i, name in enumerate(domains) if not (languages or {}).get(name)], dtype=np.int64)
+    foreign = np.isin(record.domain, [i for i, name in enumerate(domains) if (languages or {}).get(name)])
     found = {
         "std_token": float(share_std(by_token[used]).mean()) if len(used) else float("nan"),
         "std_position": float(share_std(by_position[by_position.sum(-1) > 0]).mean()),
         "std_ceiling": share_std_ceiling(experts, k),
         "entropy_token": float(normalised_entropy(by_token[used]).mean()) if len(used) else float("nan"),
         "tv_token": specialisation(by_token, used),
-        "tv_domain": specialisation(by_domain, silent),
-        "tv_language": specialisation(by_domain, spoken),
         "tv_position": specialisation(group_counts(buckets, record.expert, POSITION_BUCKETS, experts)),
         "mi_share_token": information_share(by_token),
         "mi_share_token_null": information_share_null(record.token, record.expert, record.vocab, experts, seed),
-        "mi_share_domain": information_share(by_domain),
-        "mi_share_domain_null": information_share_null(record.domain, record.expert, len(domains), experts, seed),
         "mi_share_position": information_share(by_position),
         "mi_share_position_null": information_share_null(record.position, record.expert, length, experts, seed),
         "drop_rate": float(1 - record.kept.mean()),
         "drop_slope": drop_slope(drop_by_position(record.position, record.kept, length)),
     }
+    for kind, part in (("domain", record.where(~foreign)), ("language", record.where(foreign))):
+        if len(part):
+            by_group = group_counts(part.domain, part.expert, len(domains), experts)
+            found[f"tv_{kind}"] = specialisation(by_group)
+            found[f"mi_share_{kind}"] = information_share(by_group)
+            found[f"mi_share_{kind}_null"] = information_share_null(
+                part.domain, part.expert, len(domains), experts, seed
+            )
     for index, name in enumerate(domains):
         part = record.where(record.domain == index)
         if len(part):

@@ -78,18 +78,18 @@ def _spread_axes(axes, x, y, ceiling, colour):  # type: ignore[no-untyped-def]
 
 def information(numbers: Mapping[str, float]) -> Figure:
     """How much of the routing token id, domain and position explain, beside what chance alone gives."""
-    groups = ("token", "domain", "position")
+    groups = [group for group in ("token", "language", "domain", "position") if f"mi_share_{group}" in numbers]
     value = [numbers[f"mi_share_{group}"] for group in groups]
     null = [numbers[f"mi_share_{group}_null"] for group in groups]
     place = np.arange(len(groups))
     with style():
-        figure = Figure(figsize=(6, 2.7))
+        figure = Figure(figsize=(6, 1.1 + 0.55 * len(groups)))
         axes = figure.add_subplot()
         bars = axes.barh(place - 0.19, value, 0.36, color=_BLUE, label="measured")
         chance = axes.barh(place + 0.19, null, 0.36, color=_GREY, label="experts permuted among tokens")
         for group in (bars, chance):
             axes.bar_label(group, fmt="%.3f", padding=3, fontsize=8)
-        axes.set_yticks(place, ["token id", "domain", "position"])
+        axes.set_yticks(place, ["token id" if group == "token" else group for group in groups])
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.set_xlim(0, max(*value, *null) * 1.18)
@@ -133,7 +133,7 @@ def drops_by_position(
             if not part.any():
                 continue
             rate = analysis.drop_by_position(bucket[part], record.kept[part], bins)
-            foreign = languages.get(name) not in (None, "en") or name == "conversation_other"
+            foreign = languages.get(name) is not None
             colour = _BLUE if name in trained else _ORANGE if foreign else _GREEN
             axes.plot(centre, rate, color=colour, lw=2.2 if name in trained else 1.2, alpha=1.0 if name in trained else 0.75)
             known = rate[~np.isnan(rate)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from modules.openmoe.router import Routing
 
@@ -50,14 +51,38 @@ def router_z_loss(routing: Routing) -> Tensor:
 def cross_entropy_and_z(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy (nats) and mean logsumexp² over predicted tokens.
 
+    Both share one pass over the logits and one buffer of their size for the gradient: at these widths the logits are
+    the largest thing in a training step.
+
     Args:
         logits: `[..., V]`.
         labels: `[...]` int64; -100 is not predicted.
     """
-    log_z = logits.logsumexp(-1)
-    predicted = labels != -100
-    target = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return _mean(log_z - target, predicted), _mean(log_z.square(), predicted)
+    losses: tuple[Tensor, Tensor] = _CrossEntropyAndZ.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    return losses
+
+
+class _CrossEntropyAndZ(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        log_z = logits.logsumexp(-1)
+        predicted = labels != -100
+        number = predicted.sum().clamp(min=1)
+        target = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(logits, log_z, labels, predicted, number)
+        ce = torch.where(predicted, log_z - target, 0.0).sum() / number
+        z = torch.where(predicted, log_z.square(), 0.0).sum() / number
+        return ce, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ce: Tensor, grad_z: Tensor) -> tuple[Tensor, None]:
+        logits, log_z, labels, predicted, number = ctx.saved_tensors
+        row = torch.where(predicted, (grad_ce + 2 * log_z * grad_z) / number, 0.0)
+        grad = (logits - log_z.unsqueeze(-1)).exp_().mul_(row.unsqueeze(-1))
+        own = torch.where(predicted, -grad_ce / number, 0.0).unsqueeze(-1).to(grad.dtype)
+        grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), own)
+        return grad, None
 
 
 def token_nll(logits: Tensor, labels: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ class OpenMoE(pl.LightningModule):
     objective makes examples of them on the CPU, before they go to the device.
 
     Logs `train/loss`, `train/nll`, `train/accuracy`, `train/load_balance`, `train/router_z`, `train/z`,
-    `train/drop_rate`; `val/nll` and `test/nll` in nats per token, over all and for each domain; and at test time the
-    numbers of `modules.openmoe.analysis`.
+    `train/drop_rate`; `val/nll` and `test/nll` in nats per token over the domains that are trained on, and
+    `.../nll_<domain>` for each; and at test time the numbers of `modules.openmoe.analysis`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -166,11 +166,14 @@ class OpenMoE(pl.LightningModule):
         out = self(batch)
         nll = losses.token_nll(out.logits, batch["labels"])
         predicted = batch["labels"] != -100
-        names = self.trainer.datamodule.domains  # type: ignore[attr-defined]
-        self._nll["all"].update(nll[predicted])
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        names = data.domains
         for index in batch["domain"].unique().tolist():
             rows = batch["domain"] == index
-            self._nll[names[index]].update(nll[rows][predicted[rows]])
+            values = nll[rows][predicted[rows]]
+            self._nll[names[index]].update(values)
+            if names[index] in data.trained:
+                self._nll["all"].update(values)
         return out
 
     def _log_nll(self, stage: str) -> None:
