@@ -62,46 +62,56 @@ def _one_by_one(rows: Tensor, w_in: Tensor, w_out: Tensor, counts: list[int], ki
 
 
 class _SwiGLU(torch.autograd.Function):
-    """SwiGLU experts one after the other, writing into preallocated outputs; gradients by hand for the same reason."""
+    """SwiGLU experts one after the other, writing into preallocated outputs; gradients by hand for the same reason.
+
+    silu(gate) is kept for the backward pass instead of silu(gate) * up: a product is cheaper to repeat than an
+    exponential.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_in: Tensor, w_out: Tensor, counts: list[int]) -> Tensor:
         rows, hidden = x.shape[0], w_out.shape[1]
-        gate_up, active, y = x.new_empty(rows, 2 * hidden), x.new_empty(rows, hidden), torch.empty_like(x)
-        for x_e, gu, a, y_e, first, second in zip(
-            *(t.split(counts) for t in (x, gate_up, active, y)), w_in.unbind(), w_out.unbind(), strict=True
+        gate_up, silu, y = x.new_empty(rows, 2 * hidden), x.new_empty(rows, hidden), torch.empty_like(x)
+        gate, up = gate_up.split(hidden, 1)
+        active = x.new_empty(max(counts, default=0), hidden)
+        mm, silu_out, mul = torch.mm, torch.ops.aten.silu.out, torch.mul
+        for x_e, gu, g, u, s, y_e, first, second in zip(
+            *(t.split(counts) for t in (x, gate_up, gate, up, silu, y)), w_in.unbind(), w_out.unbind(), strict=True
         ):
-            torch.mm(x_e, first, out=gu)
-            torch.ops.aten.silu.out(gu[:, :hidden], out=a)
-            a.mul_(gu[:, hidden:])
-            torch.mm(a, second, out=y_e)
-        ctx.save_for_backward(x, w_in, w_out, gate_up, active)
+            a = active[: len(x_e)]
+            mm(x_e, first, out=gu)
+            silu_out(g, out=s)
+            mul(s, u, out=a)
+            mm(a, second, out=y_e)
+        ctx.save_for_backward(x, w_in, w_out, gate_up, silu)
         ctx.counts = counts
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, w_in, w_out, gate_up, active = ctx.saved_tensors
+        x, w_in, w_out, gate_up, silu = ctx.saved_tensors
         counts, hidden = ctx.counts, w_out.shape[1]
         grad = grad.contiguous()
         grad_x, grad_in, grad_out = torch.empty_like(x), torch.empty_like(w_in), torch.empty_like(w_out)
-        # Scratch for the largest expert, used by each in turn.
+        # Scratch for the largest expert, used by each in turn: it stays in the cache.
         longest = max(counts, default=0)
-        scratch = [x.new_empty(longest, width) for width in (hidden, hidden, 2 * hidden)]
-        for x_e, gu, a, g, gx, first, second, g_first, g_second in zip(
-            *(t.split(counts) for t in (x, gate_up, active, grad, grad_x)),
-            *(t.unbind() for t in (w_in, w_out, grad_in, grad_out)),
+        scratch, scratch_gate_up = x.new_empty(longest, hidden), x.new_empty(longest, 2 * hidden)
+        gate, up = gate_up.split(hidden, 1)
+        mm, mul, silu_backward = torch.mm, torch.mul, torch.ops.aten.silu_backward.grad_input
+        for x_e, g, u, s, out, gx, first, second, g_first, g_second in zip(
+            *(t.split(counts) for t in (x, gate, up, silu, grad, grad_x)),
+            *(t.unbind() for t in (w_in, w_out.transpose(1, 2), grad_in, grad_out)),
             strict=True,
         ):
-            grad_active, silu, grad_gu = (t[: x_e.shape[0]] for t in scratch)
-            gate, up = gu[:, :hidden], gu[:, hidden:]
-            torch.mm(a.t(), g, out=g_second)
-            torch.mm(g, second.t(), out=grad_active)
-            torch.ops.aten.silu.out(gate, out=silu)
-            torch.mul(grad_active, silu, out=grad_gu[:, hidden:])
-            grad_active.mul_(up)
-            torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_gu[:, :hidden])
-            torch.mm(grad_gu, first.t(), out=gx)
-            torch.mm(x_e.t(), grad_gu, out=g_first)
+            a, grad_gu = scratch[: len(x_e)], scratch_gate_up[: len(x_e)]
+            grad_gate, grad_up = grad_gu.split(hidden, 1)
+            mul(s, u, out=a)
+            mm(a.t(), out, out=g_second)
+            mm(out, second, out=a)  # now the gradient of silu(gate) * up
+            mul(a, s, out=grad_up)
+            a.mul_(u)
+            silu_backward(a, g, grad_input=grad_gate)
+            mm(grad_gu, first.t(), out=gx)
+            mm(x_e.t(), grad_gu, out=g_first)
         return grad_x, grad_in, grad_out, None

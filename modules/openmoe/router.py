@@ -68,8 +68,7 @@ def choose(
     Equal probabilities go to the lower expert index. Padding (mask False) gets expert `E` and weight 0.
     """
     probabilities = logits.softmax(-1)
-    # topk leaves the order of ties open; a stable descending sort does not.
-    expert = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    expert = _largest(probabilities.detach(), top_k)
     weight = probabilities.gather(-1, expert)
     if renormalize:
         weight = weight / weight.sum(-1, keepdim=True)
@@ -77,6 +76,19 @@ def choose(
         expert = expert.masked_fill(~mask.unsqueeze(-1), logits.shape[-1])
         weight = weight.masked_fill(~mask.unsqueeze(-1), 0.0)
     return probabilities, weight, expert
+
+
+def _largest(values: Tensor, number: int) -> Tensor:
+    """Indices of the largest non-negative `values` `[..., E]`, falling, ties to the lower index (which `topk` leaves
+    open)."""
+    if values.dtype != torch.float32:
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :number]
+    # Bits of non-negative floats are ordered like the floats; the index behind them settles ties. Several times faster
+    # than a stable sort.
+    width = values.shape[-1]
+    rank = torch.arange(width - 1, -1, -1, device=values.device)
+    keys = values.view(torch.int32).to(torch.int64) * width + rank
+    return width - 1 - keys.topk(number, dim=-1).values % width
 
 
 def arrival_numbers(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
