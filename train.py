@@ -17,7 +17,8 @@ def main(config: DictConfig) -> float | None:
     """Run the composed experiment and return its objective (what sweeps optimise)."""
     from orchestra.run import run  # heavy: torch, lightning, mlflow
 
-    return run(config)
+    with cli.answering():
+        return run(config)
 
 
 if __name__ == "__main__":

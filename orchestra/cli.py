@@ -5,11 +5,12 @@ Exit codes: 0 done, 1 the run failed, 2 the command asks for something that cann
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import yaml
@@ -55,6 +56,17 @@ def entry(main: Callable[[], Any]) -> None:
         sys.exit(_report(error))
 
 
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Turn errors that are answers into a message and exit code 2, before Hydra wraps them in words of its own."""
+    try:
+        yield
+    except Exception as error:
+        if not answers_user(error):
+            raise
+        sys.exit(_report(error))
+
+
 def _report(error: Exception) -> int:
     if answers_user(error) or isinstance(error, HydraException):
         print(f"error: {error}", file=sys.stderr)
@@ -88,6 +100,8 @@ def compose_config(overrides: list[str]) -> DictConfig:
         raise UsageError(_missing_option(error)) from error
     except (OverrideParseException, ConfigCompositionException) as error:
         raise UsageError(_composition_problem(error, overrides)) from error
+    if config.get("module") is None or config.get("datamodule") is None:
+        raise UsageError("Say which experiment to run: experiment=<name>. `python train.py --help` lists them.")
     OmegaConf.set_readonly(config.hydra, False)
     config.hydra.runtime.output_dir = config.hydra.run.dir  # what Hydra itself fills in when it starts the job
     HydraConfig.instance().set_config(config)
@@ -112,12 +126,16 @@ def single_runs(overrides: list[str]) -> list[list[str]]:
 
 
 def _missing_option(error: MissingConfigException) -> str:
-    group, _, option = str(error.missing_cfg_file or "").rpartition("/")
-    options = [str(name) for name in error.options or []]
-    if not group:
+    folder, _, option = str(error.missing_cfg_file or "").rpartition("/")
+    if not folder:
         return str(error).splitlines()[0]
-    choices = ", ".join(name for name in options) or "none"
-    return f"{group}={option} does not exist. {nearest(option, options)}\nAvailable for {group}: {choices}"
+    group, _, subfolder = folder.partition("/")
+    prefix = f"{subfolder}/" if subfolder else ""
+    options = [prefix + path.stem for path in sorted((CONFIG_DIR / folder).glob("*.yaml"))]
+    if not options:
+        options = [path.relative_to(CONFIG_DIR / group).as_posix()[:-5] for path in (CONFIG_DIR / group).rglob("*.yaml")]
+    asked = prefix + option
+    return f"{group}={asked} does not exist. {nearest(asked, options)}\nAvailable: {', '.join(sorted(options))}"
 
 
 def _composition_problem(error: HydraException, overrides: list[str]) -> str:

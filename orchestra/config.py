@@ -82,6 +82,33 @@ class TrainerConfig(Section):
     use_distributed_sampler: bool
 
 
+class CheckpointsConfig(Section):
+    """Arguments of `orchestra.checkpoints.Checkpoints`."""
+
+    directory: str
+    metric: str
+    direction: Literal["minimize", "maximize"]
+    every_n_steps: PositiveInt = 100
+    keep: Annotated[int, Field(ge=2)] = 2
+
+
+class MLflowTrackerConfig(Section):
+    """Arguments of `orchestra.tracking.MLflowTracker` that configs set."""
+
+    experiment: str
+    run_name: str
+    directory: str
+    tracking_uri: str | None = None
+    parent_run_id: str | None = None
+    system_metrics_interval: PositiveFloat | None = 10.0
+    flush_interval: PositiveFloat = 1.0
+    drain_timeout: PositiveFloat = 30.0
+
+
+class ProgressBarConfig(Section):
+    """`orchestra.progress.ProgressBar` takes no arguments."""
+
+
 class RunConfig(Section):
     """The top level of a composed config. Nodes with a `_target_` are checked against their own description."""
 

@@ -299,7 +299,7 @@ def _is_permanent(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException | None) -> str:
-    text = mask(str(error)).strip()
+    text = mask(str(error)).strip().split(" failed with exception")[0]  # what requests adds is a page long
     return text.splitlines()[0][:300] if text else type(error).__name__
 
 

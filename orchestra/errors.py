@@ -42,5 +42,5 @@ def nearest(name: str, allowed: Iterable[str], *, limit: int = 8) -> str:
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
-    shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
-    return f"Allowed: {shown}."
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"Allowed: {', '.join(names[:limit])}{more}."

@@ -52,6 +52,8 @@ def run(config: DictConfig) -> float | None:
     with INTERRUPTS.handled():
         try:
             experiment = build(config)
+            if experiment.tracker is not None:
+                experiment.tracker.start()
         except BaseException:
             _remove_if_unused(directory)
             raise
@@ -119,8 +121,6 @@ def _tracker(config: DictConfig, directory: Path) -> MLflowTracker | None:
 def _tracked(experiment: Experiment) -> float | None:
     """Fit and test under the tracker; the run's status tells how it ended."""
     tracker = experiment.tracker
-    if tracker is not None:
-        tracker.start()
     try:
         _record(experiment)
         objective, results = _fit_and_test(experiment)
@@ -207,5 +207,10 @@ def _record(experiment: Experiment) -> None:
 
 def _remove_if_unused(directory: Path) -> None:
     """Hydra has made the run's directory before we could say no; leave nothing half-written behind."""
-    if directory.is_dir() and {path.name for path in directory.iterdir()} <= {".hydra", "train.log"}:
+    made_before_work = {".hydra", "train.log", "outbox.jsonl", "delivery.lock"}
+    if directory.is_dir() and {path.name for path in directory.iterdir()} <= made_before_work:
         shutil.rmtree(directory)
+        for parent in (directory.parent, directory.parent.parent):
+            if any(parent.iterdir()):
+                break
+            parent.rmdir()

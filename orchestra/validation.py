@@ -34,15 +34,18 @@ def check(config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
-    if plain.get("module") is None or plain.get("datamodule") is None:
-        raise UsageError("Say which experiment to run: experiment=<name>. `python train.py --help` lists them.")
     problems = list(_problems(RunConfig, plain, prefix=""))
     if plain["checkpoint"] is None and plain["train"]:
         problems += _objective_problems(plain)
+    # What can be checked without heavy imports comes first, so that most mistakes are answered at once.
+    described, others = [], []
     for path, node in _targets(plain):
-        problems += _target_problems(path, node)
-    if problems:
-        raise UsageError("\n".join(dict.fromkeys(problems)))
+        (others if settings_class(node["_target_"]) is None else described).append((path, node))
+    for nodes in (described, others):
+        for path, node in nodes:
+            problems += _target_problems(path, node)
+        if problems:
+            raise UsageError("\n".join(dict.fromkeys(problems)))
 
 
 def settings_class(target: str) -> type[BaseModel] | None:
