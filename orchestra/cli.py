@@ -142,10 +142,11 @@ def _composition_problem(error: HydraException, overrides: list[str]) -> str:
     text = str(error)
     key = re.search(r"Could not (?:override|delete from config\.) '([^']+)'", text)
     if key:
-        name = key[1]
-        others = [o for o in overrides if not o.lstrip("+~").startswith((f"{name}=", f"{name}@"))]
+        given = key[1]
+        others = [o for o in overrides if not o.lstrip("+~").startswith((f"{given}=", f"{given}@"))]
+        name = getattr(error.__cause__, "full_key", None) or given  # inside a dict that was given, the key in it
         known = _siblings(compose_config(others), name) if len(others) < len(overrides) else []
-        return f"{name} is not a known key. {nearest(name.rpartition('.')[2], known)}"
+        return f"{name} is not a known key. {nearest(name.rpartition('.')[2], known)} (+{name}=... adds a new one)"
     group = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", text)
     if group:
         return f"{group[1]} is not a config group. {nearest(group[1], _groups())}"
