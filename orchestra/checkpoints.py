@@ -96,6 +96,10 @@ class Checkpoints(pl.callbacks.Checkpoint):
 
     # --- state ---
 
+    @property
+    def state_key(self) -> str:
+        return "orchestra.Checkpoints"
+
     def state_dict(self) -> dict[str, Any]:
         return {"best_score": self.best_score, "best_step": self.best_step}
 

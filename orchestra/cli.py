@@ -100,6 +100,8 @@ def compose_config(overrides: list[str]) -> DictConfig:
         raise UsageError(_missing_option(error)) from error
     except (OverrideParseException, ConfigCompositionException) as error:
         raise UsageError(_composition_problem(error, overrides)) from error
+    except ValueError as error:  # such as trainer=null: a group takes the name of an option
+        raise UsageError(str(error)) from error
     if config.get("module") is None or config.get("datamodule") is None:
         raise UsageError("Say which experiment to run: experiment=<name>. `python train.py --help` lists them.")
     OmegaConf.set_readonly(config.hydra, False)

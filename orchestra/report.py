@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 from orchestra import provenance
 
@@ -57,31 +55,31 @@ def description(experiment: Experiment) -> str:
 
 
 def print_summary(experiment: Experiment, objective: float | None, results: dict[str, float]) -> None:
-    """The end of a run: the objective, where things are, and the commands to go on with."""
-    config = experiment.config
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(overflow="fold")
-    best = experiment.checkpoints.best_step if experiment.checkpoints else None
-    at = f"  (best, at step {best})" if best is not None else ""
-    rows.add_row("objective", f"{config.objective.metric} = {_number(objective)}{at}")
-    for name in sorted(results):
-        if name.startswith("test/") and name.count("_") == 0:
-            rows.add_row("", f"{name} = {_number(results[name])}")
-    checkpoint = experiment.checkpoints and (experiment.checkpoints.best_path or experiment.checkpoints.last_path)
-    rows.add_row("checkpoint", str(_relative(checkpoint)) if checkpoint else "none")
-    rows.add_row("directory", str(_relative(experiment.directory)))
-    if experiment.tracker is not None:
-        rows.add_row("MLflow run", f"{experiment.tracker.run_id}  ({config.experiment_name} / {config.run_name})")
-        rows.add_row("see it", experiment.tracker.ui_command)
-        rows.add_row("resume, longer", f"python train.py resume={experiment.tracker.run_id} trainer.max_steps=<more>")
+    """The end of a run: the objective, where things are, and the commands to go on with, each on one line."""
+    config, checkpoints, tracker = experiment.config, experiment.checkpoints, experiment.tracker
+    best = f"  (best, at step {checkpoints.best_step})" if checkpoints and checkpoints.best_step is not None else ""
+    lines = [("objective", f"{config.objective.metric} = {_number(objective)}{best}")]
+    # The plain quantities; those of single domains or groups are in MLflow.
+    plain = [name for name in sorted(results) if name.startswith("test/") and "_" not in name]
+    lines += [("", f"{name} = {_number(results[name])}") for name in plain]
+    checkpoint = (checkpoints.best_path or checkpoints.last_path) if checkpoints else None
+    if checkpoint:
+        lines.append(("checkpoint", str(_relative(checkpoint))))
+    lines.append(("directory", str(_relative(experiment.directory))))
+    if tracker is not None:
+        lines.append(("MLflow run", f"{tracker.run_id}  ({config.experiment_name} / {config.run_name})"))
+        lines.append(("see it", tracker.ui_command))
+    run = tracker.run_id if tracker is not None else _relative(experiment.directory)
+    lines.append(("train longer", f"python train.py resume={run} trainer.max_steps=<more>"))
     command = _overrides()
     if checkpoint:
-        rows.add_row("test again", f"python train.py {command} train=false checkpoint={_relative(checkpoint)}")
-    rows.add_row("sweep", f"python train.py -m {command} seed=0,1,2")
-    Console(stderr=False, highlight=False, soft_wrap=True).print(
-        Panel(rows, title=f"{config.run_name}", title_align="left", expand=False)
-    )
+        lines.append(("test again", f"python train.py {command} train=false checkpoint={_relative(checkpoint)}"))
+    lines.append(("more seeds", f"python train.py -m {command} seed=0,1,2"))
+    console = Console(highlight=False, soft_wrap=True)
+    console.rule(f"[bold]{config.run_name}", align="left")
+    for label, text in lines:
+        console.print(f"[bold]{label:<14}[/]", end="")
+        console.print(text, markup=False)
 
 
 def print_interrupted(experiment: Experiment, signal: Interrupted) -> None:

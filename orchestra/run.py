@@ -194,7 +194,7 @@ def _record(experiment: Experiment) -> None:
     tracker = experiment.tracker
     if tracker is None:
         return
-    tracker.log_hyperparams({k: v for k, v in resolved.items() if k not in ("paper", "output_dir", "notes", "tags")})
+    tracker.log_parameters({k: v for k, v in resolved.items() if k not in ("paper", "output_dir", "notes", "tags")})
     tracker.log_artifact(config_file, "config")
     tracker.log_text(provenance.packages(), "environment/packages.txt")
     tracker.log_dict(provenance.machine(), "environment/machine.json")

@@ -150,7 +150,7 @@ class MLflowTracker(Logger):
             (self.directory / RECORD).unlink()
             raise TrackingUnavailable(
                 f"The MLflow store {mask(self.uri)} cannot be used: {mask(answer['error'])}\n"
-                f"Start it, set {_URI_VARIABLE} or logger.tracking_uri to another, or run without tracking: logger=null"
+                f"Start it, set {_URI_VARIABLE} or logger.tracking_uri to another, or run without tracking: logger=none"
             )
         self._run_id, self._experiment_id = answer["run_id"], answer["experiment_id"]
         write_json(self.directory / RECORD, record | {"run_id": self._run_id})

@@ -40,7 +40,9 @@ Train = Callable[..., subprocess.CompletedProcess[str]]
 
 def start_training(directory: Path, *overrides: str, small: bool = True) -> subprocess.Popen[str]:
     """`python train.py` as a user types it, in `directory`."""
-    command = [sys.executable, str(ROOT / "train.py"), *(SMALL if small else []), *overrides]
+    flags = [override for override in overrides if override.startswith("-")]  # Hydra wants them first
+    values = [override for override in overrides if override not in flags]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, *(SMALL if small else []), *values]
     return subprocess.Popen(
         command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"}
     )

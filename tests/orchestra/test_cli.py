@@ -50,6 +50,7 @@ def refusal(*overrides: str) -> str:
         ("trainer.limit_val_batches=0", "objective.metric=val/nll", "needs validation"),
         ("train=false", "train=false", "checkpoint="),
         ("callbacks.checkpoints.keep=1", "callbacks.checkpoints.keep=1", "2"),
+        ("trainer=null", "Config group override must be a string", ""),
         ("seed=[", "", "'['"),
     ],
 )

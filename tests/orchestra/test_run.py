@@ -102,7 +102,7 @@ def test_the_summary_names_commands_that_work(uninterrupted: Path) -> None:
     assert f"val/nll = {run.data.metrics['objective']:.5g}" in summary
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in summary
     (again,) = re.findall(r"python train.py (experiment=.* train=false checkpoint=\S+)", summary)
-    code, out, err = finish(start_training(uninterrupted, *again.split(), "logger=null", small=False))
+    code, out, err = finish(start_training(uninterrupted, *again.split(), "logger=none", small=False))
     assert code == 0, err
     assert f"test/nll = {run.data.metrics['test/nll']:.5g}" in out
 
@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_numbers(uninterrupted: Path, tmp_path: Pat
     assert finish(start_training(tmp_path))[0] == 0
     (ours,), (theirs,) = runs(tmp_path), runs(uninterrupted)
     assert history(tmp_path, ours) == history(uninterrupted, theirs)
-    other = finish(start_training(tmp_path / "..", "seed=1", f"hydra.run.dir={tmp_path}/other", "logger=null"))
+    other = finish(start_training(tmp_path / "..", "seed=1", f"hydra.run.dir={tmp_path}/other", "logger=none"))
     assert other[0] == 0
     seed_one = torch.load(step_checkpoints(tmp_path / "other" / "checkpoints")[0], weights_only=True)
     assert not same(seed_one["state_dict"], final_state(uninterrupted)["state_dict"])
