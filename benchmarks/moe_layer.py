@@ -79,7 +79,7 @@ def ours(width: int, hidden: int, experts: int, k: int) -> MoELayer:
 
 
 def mixtral(layer: MoELayer, implementation: str) -> nn.Module:
-    """The Mixtral block with the same weights; it renormalises the choices' probabilities, which costs next to nothing."""
+    """The Mixtral block with the same weights; it renormalises probabilities, which costs next to nothing."""
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -197,7 +197,8 @@ def main() -> None:
         f"{os.cpu_count()} cores, {arguments.threads} threads, {arguments.device}, {arguments.dtype}, "
         f"torch {torch.__version__}, deepspeed {deepspeed.__version__}; milliseconds, forward + backward, median"
     )
-    print(f"{'T, d, ff, E, k':<26}{'ours':>9}{'dense':>9}{'mixtral':>9}{'deepspeed':>11}  ours/dense  mixtral/ours  deepspeed/ours")
+    columns = f"{'T, d, ff, E, k':<26}{'ours':>9}{'dense':>9}{'mixtral':>9}{'deepspeed':>11}"
+    print(columns + "  ours/dense  mixtral/ours  deepspeed/ours")
     results = []
     for index in arguments.shapes:
         result = measure(SHAPES[index], arguments)

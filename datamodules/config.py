@@ -52,7 +52,9 @@ class TextDataConfig(LoaderConfig):
         named = [*self.mixture, *(self.warmup_mixture or {})]
         for domain in named:
             if domain not in TRAINABLE_DOMAINS:
-                raise ValueError(f"mixture: {domain!r} cannot be trained on; choose from {', '.join(TRAINABLE_DOMAINS)}")
+                raise ValueError(
+                    f"mixture: {domain!r} cannot be trained on; choose from {', '.join(TRAINABLE_DOMAINS)}"
+                )
         for domain in self.test_domains or ():
             if domain not in DOMAINS:
                 raise ValueError(f"test_domains: {domain!r} is unknown; choose from {', '.join(DOMAINS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,7 +40,7 @@ def cut(offsets: NDArray[np.int64], block_length: int, packing: Literal["documen
     document's last block may be short; `concatenate` cuts the array as one text. A begin token is put before each
     block's tokens when it is read, so `block_length` is also the number of predictions.
     """
-    runs = zip(offsets[:-1], offsets[1:], strict=True) if packing == "document" else [(offsets[0], offsets[-1])]
+    runs = itertools.pairwise(offsets) if packing == "document" else [(offsets[0], offsets[-1])]
     starts, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for begin, end in runs:
         first = np.arange(begin, end, block_length, dtype=np.int64)

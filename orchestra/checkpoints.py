@@ -148,7 +148,8 @@ class Checkpoints(pl.callbacks.Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # A validation that is interrupted runs again from its start, and even its data loaders draw random numbers.
-        if trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        fetcher = trainer.fit_loop._data_fetcher
+        if fetcher is not None and trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher):
             self._before_validation = random_state.collect()
 
     def on_validation_batch_start(

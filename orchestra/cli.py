@@ -135,7 +135,9 @@ def _missing_option(error: MissingConfigException) -> str:
     prefix = f"{subfolder}/" if subfolder else ""
     options = [prefix + path.stem for path in sorted((CONFIG_DIR / folder).glob("*.yaml"))]
     if not options:
-        options = [path.relative_to(CONFIG_DIR / group).as_posix()[:-5] for path in (CONFIG_DIR / group).rglob("*.yaml")]
+        options = [
+            path.relative_to(CONFIG_DIR / group).as_posix()[:-5] for path in (CONFIG_DIR / group).rglob("*.yaml")
+        ]
     asked = prefix + option
     return f"{group}={asked} does not exist. {nearest(asked, options)}\nAvailable: {', '.join(sorted(options))}"
 

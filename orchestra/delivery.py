@@ -178,7 +178,8 @@ class Delivery:
         def tell(state: Any) -> None:
             nonlocal told
             if not told:
-                _say(f"MLflow does not answer ({_reason(state.outcome.exception())}). Training goes on; metrics are kept.")
+                reason = _reason(state.outcome.exception())
+                _say(f"MLflow does not answer ({reason}). Training goes on; metrics are kept.")
             told = True
 
         attempts = Retrying(

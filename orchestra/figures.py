@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette: distinct for colour-blind readers too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "figure.dpi": 110,
     "savefig.dpi": 150,
     "figure.constrained_layout.use": True,

@@ -149,12 +149,16 @@ def _fit_and_test(experiment: Experiment) -> tuple[float | None, dict[str, float
     if config.train:
         if experiment.resume_from is not None:
             log.info("Resuming from %s", experiment.resume_from)
-        trainer.fit(
-            module, datamodule=experiment.datamodule, ckpt_path=experiment.resume_from, weights_only=True
-        )
+        trainer.fit(module, datamodule=experiment.datamodule, ckpt_path=experiment.resume_from, weights_only=True)
         results |= {name: float(value) for name, value in trainer.callback_metrics.items()}
     if config.test:
-        tested = trainer.test(module, datamodule=experiment.datamodule, ckpt_path=_tested_checkpoint(experiment), verbose=False, weights_only=True)
+        tested = trainer.test(
+            module,
+            datamodule=experiment.datamodule,
+            ckpt_path=_tested_checkpoint(experiment),
+            verbose=False,
+            weights_only=True,
+        )
         for metrics in tested:
             results |= metrics
     best = _best(experiment)

@@ -11,7 +11,9 @@ _SECRET_NAME = re.compile(
     r"(pass(word|wd)?|secret|token|api_?key|access_?key|private_?key|credential|auth)(s|$|_|\b)", re.IGNORECASE
 )
 _NOT_SECRET = re.compile(r"token(s|izer|_|$)", re.IGNORECASE)  # tokens of a language model
-_URI_PASSWORD = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^/\s:@]*):(?P<password>[^/\s@]+)@", re.IGNORECASE)
+_URI_PASSWORD = re.compile(
+    r"(?P<scheme>[a-z][a-z0-9+.-]*://)(?P<user>[^/\s:@]*):(?P<password>[^/\s@]+)@", re.IGNORECASE
+)
 _QUERY_SECRET = re.compile(r"(?P<key>[?&](?:token|sig|signature|password|access_key|api_key|secret)=)[^&\s'\"]+", re.I)
 _SHORTEST_VALUE = 6
 

@@ -1,8 +1,8 @@
 """Tracking a run in MLflow without ever waiting for MLflow.
 
-The training process only appends lines to `outbox.jsonl` in the run's directory. A second process (`orchestra.delivery`)
-reads them and talks to the store. So a slow store cannot slow training, a store that is away loses nothing, and a
-training process that is killed leaves everything it had logged behind.
+The training process only appends lines to `outbox.jsonl` in the run's directory. A second process
+(`orchestra.delivery`) reads them and talks to the store. So a slow store cannot slow training, a store that is away
+loses nothing, and a training process that is killed leaves everything it had logged behind.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MLflowTracker(Logger):
         self._tags = {str(key): mask(str(value)) for key, value in (tags or {}).items()}
         self._parent_run_id = parent_run_id
         self._intervals = {"system_metrics": system_metrics_interval, "flush": flush_interval}
-        self._active = rank_zero_only.rank == 0
+        self._active = rank_zero_only.rank == 0  # type: ignore[attr-defined]
         self._courier: subprocess.Popen[str] | None = None
         self._outbox: Any = None
         self._last_step: dict[str, int] = {}

@@ -34,18 +34,26 @@ def check(config: DictConfig) -> None:
     except OmegaConfBaseException as error:
         raise UsageError(f"{error.full_key or 'config'}: {str(error).splitlines()[0]}") from error
     assert isinstance(plain, dict)
+    problems = _all_problems({str(key): value for key, value in plain.items()})
+    if problems:
+        raise UsageError("\n".join(dict.fromkeys(problems)))
+
+
+def _all_problems(plain: dict[str, Any]) -> list[str]:
     problems = list(_problems(RunConfig, plain, prefix=""))
     if plain["checkpoint"] is None and plain["train"]:
         problems += _objective_problems(plain)
     # What can be checked without heavy imports comes first, so that most mistakes are answered at once.
-    described, others = [], []
+    described: list[tuple[str, dict[str, Any]]] = []
+    others: list[tuple[str, dict[str, Any]]] = []
     for path, node in _targets(plain):
         (others if settings_class(node["_target_"]) is None else described).append((path, node))
     for nodes in (described, others):
         for path, node in nodes:
             problems += _target_problems(path, node)
         if problems:
-            raise UsageError("\n".join(dict.fromkeys(problems)))
+            return problems
+    return []
 
 
 def settings_class(target: str) -> type[BaseModel] | None:
@@ -115,7 +123,10 @@ def _describe(model: type[BaseModel], item: Any, prefix: str) -> tuple[str, str]
     given = item.get("input")
     match item["type"]:
         case "extra_forbidden":
-            return f"{path}={_short(given)}", f" is not a known key. {nearest(location[-1], _fields(model, location[:-1]))}"
+            return (
+                f"{path}={_short(given)}",
+                f" is not a known key. {nearest(location[-1], _fields(model, location[:-1]))}",
+            )
         case "missing":
             return path, " is missing"
         case "value_error":

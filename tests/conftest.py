@@ -31,8 +31,6 @@ SMALL = [
     "trainer.max_steps=12",
     "trainer.val_check_interval=4",
     "callbacks.checkpoints.every_n_steps=2",
-    "logger.system_metrics_interval=null",
-    "logger.flush_interval=0.2",
 ]
 
 Train = Callable[..., subprocess.CompletedProcess[str]]
@@ -44,7 +42,12 @@ def start_training(directory: Path, *overrides: str, small: bool = True) -> subp
     values = [override for override in overrides if override not in flags]
     command = [sys.executable, str(ROOT / "train.py"), *flags, *(SMALL if small else []), *values]
     return subprocess.Popen(
-        command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "200"}
+        command,
+        cwd=directory,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "200"},
     )
 
 

@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from pydantic import model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -77,8 +85,7 @@ class ModelConfig(Settings):
     def _consistent(self) -> ModelConfig:
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} does not divide d_model={self.d_model}; "
-                "choose a divisor or set head_dim"
+                f"num_heads={self.num_heads} does not divide d_model={self.d_model}; choose a divisor or set head_dim"
             )
         if self.head_size % 2:
             raise ValueError(f"head size {self.head_size} is odd; rotary positions pair its dimensions")
@@ -93,7 +100,7 @@ class ModelConfig(Settings):
 
 
 class ObjectiveConfig(Settings):
-    """What is predicted (paper, section 2.3): UL2's mixture of denoisers, causal language modelling, or one then the other."""
+    """What is predicted (paper, section 2.3): UL2's denoisers, every next token, or one then the other."""
 
     pretraining: Literal["causal", "ul2"] = "causal"
     switch_at: PositiveInt | None = None  # UL2 until here, causal after; None: never

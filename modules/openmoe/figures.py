@@ -19,7 +19,7 @@ _GREY = COLOURS[-1]
 def expert_shares(record: RoutingRecord, domains: Sequence[str]) -> Figure:
     """Heat map of the share of each domain's choices that goes to each expert (figures 5 to 9)."""
     counts = analysis.group_counts(record.domain, record.expert, len(domains), record.num_experts)
-    present = np.flatnonzero(counts.sum(-1))
+    present = np.flatnonzero(counts.sum(-1)).tolist()
     share = analysis.shares(counts[present])
     with style():
         figure = Figure(figsize=(1.6 + 0.62 * min(record.num_experts, 16), 1.4 + 0.29 * len(present)))
@@ -68,11 +68,23 @@ def specialisation_by_token(record: RoutingRecord, min_occurrences: int, label: 
 def _spread_axes(axes, x, y, ceiling, colour):  # type: ignore[no-untyped-def]
     axes.plot(x, y, ".", ms=3, color=colour, alpha=0.7)
     axes.axhline(ceiling, color=_GREY, lw=1, ls=":")
-    axes.annotate("always the same experts", (0.99, ceiling), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    axes.annotate(
+        "always the same experts",
+        (0.99, ceiling),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize=8,
+    )
     if len(y):
         axes.axhline(y.mean(), color=colour, lw=1.2, ls="--")
         axes.annotate(
-            f"mean {y.mean():.3f}", (0.99, y.mean()), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8
+            f"mean {y.mean():.3f}",
+            (0.99, y.mean()),
+            xycoords=("axes fraction", "data"),
+            ha="right",
+            va="bottom",
+            fontsize=8,
         )
 
 
@@ -135,12 +147,16 @@ def drops_by_position(
             rate = analysis.drop_by_position(bucket[part], record.kept[part], bins)
             foreign = languages.get(name) is not None
             colour = _BLUE if name in trained else _ORANGE if foreign else _GREEN
-            axes.plot(centre, rate, color=colour, lw=2.2 if name in trained else 1.2, alpha=1.0 if name in trained else 0.75)
+            axes.plot(
+                centre, rate, color=colour, lw=2.2 if name in trained else 1.2, alpha=1.0 if name in trained else 0.75
+            )
             known = rate[~np.isnan(rate)]
             if len(known):
                 ends.append((float(known[-1]), name, colour))
                 highest = max(highest, float(known.max()))
-        for (_, name, colour), height in zip(sorted(ends), _apart([e[0] for e in sorted(ends)], max(highest, 1e-3) / 24), strict=True):
+        for (_, name, colour), height in zip(
+            sorted(ends), _apart([e[0] for e in sorted(ends)], max(highest, 1e-3) / 24), strict=True
+        ):
             axes.annotate(name, (length * 1.01, height), color=colour, fontsize=8, va="center", annotation_clip=False)
         axes.set_xlim(0, length * 1.2)
         axes.set_ylim(0, max(highest * 1.08, 0.01))

@@ -82,7 +82,9 @@ def _pick(
     if top_p is not None:
         ordered, index = logits.sort(-1, descending=True)
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # probability of all better tokens
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, index, ordered.masked_fill(before >= top_p, -torch.inf))
+        logits = torch.full_like(logits, -torch.inf).scatter(
+            -1, index, ordered.masked_fill(before >= top_p, -torch.inf)
+        )
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 

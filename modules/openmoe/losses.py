@@ -24,7 +24,9 @@ def load_balance_loss(routing: Routing, scope: Literal["global", "group"] = "glo
     experts = routing.num_experts
     real = _real(routing)
     chosen = torch.zeros_like(routing.logits).scatter_add_(
-        -1, routing.expert.clamp(max=experts - 1), real.unsqueeze(-1).to(routing.logits.dtype).expand(routing.expert.shape)
+        -1,
+        routing.expert.clamp(max=experts - 1),
+        real.unsqueeze(-1).to(routing.logits.dtype).expand(routing.expert.shape),
     )
     probability = routing.probabilities * real.unsqueeze(-1)
     if scope == "group":

@@ -7,7 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import MeanMetric
 
 from modules.openmoe import losses, routing_analysis
@@ -41,7 +41,7 @@ class OpenMoE(pl.LightningModule):
         self.routing_tables: dict[str, Tensor] = {}  # share of training done -> [MoE layers, V, E] choices counted
         self.tokenizer: Tokenizer | None = None
         self.objective: Objective | None = None
-        self._nll = nn.ModuleDict()
+        self._nll: dict[str, MeanMetric] = {}
         self._collectors: routing_analysis.Collectors | None = None
 
     # --- data ---
@@ -59,7 +59,7 @@ class OpenMoE(pl.LightningModule):
             )
         self.tokenizer = data.tokenizer
         self.objective = Objective(self.config.objective, self._ul2(data), seed=data.config.seed)
-        self._nll = nn.ModuleDict({name: MeanMetric() for name in ("all", *data.domains)})
+        self._nll = {name: MeanMetric() for name in ("all", *data.domains)}
 
     def _ul2(self, data: Any) -> UL2 | None:
         asked = self.config.objective
@@ -171,9 +171,8 @@ class OpenMoE(pl.LightningModule):
         for index in batch["domain"].unique().tolist():
             rows = batch["domain"] == index
             values = nll[rows][predicted[rows]]
-            self._nll[names[index]].update(values)
-            if names[index] in data.trained:
-                self._nll["all"].update(values)
+            for name in (names[index], "all") if names[index] in data.trained else (names[index],):
+                self._nll[name].to(values.device).update(values)
         return out
 
     def _log_nll(self, stage: str) -> None:
@@ -193,7 +192,7 @@ class OpenMoE(pl.LightningModule):
         """
         if self.tokenizer is None:
             raise ValueError("no tokenizer: load the model from a checkpoint of this project")
-        begin, end = (self.tokenizer.token_to_id(name) for name in ("<s>", "</s>"))
+        begin, end = (int(self.tokenizer.token_to_id(name) or 0) for name in ("<s>", "</s>"))
         ids = [begin, *self.tokenizer.encode(prompt, add_special_tokens=False).ids]
         (new,) = generate(self.decoder, [ids], max_new_tokens, eos_id=end, **options)
         return str(self.tokenizer.decode(new, skip_special_tokens=True))

@@ -41,5 +41,7 @@ class MoELayer(nn.Module):
         tokens = x.shape[0] * x.shape[1]
         size = tokens if group == "batch" else int(group)
         if tokens % size:
-            raise ValueError(f"group={size} does not divide the {tokens} tokens of a batch of shape {tuple(x.shape[:2])}")
+            raise ValueError(
+                f"group={size} does not divide the {tokens} tokens of a batch of shape {tuple(x.shape[:2])}"
+            )
         return x.reshape(tokens // size, size, *x.shape[2:])

@@ -43,7 +43,7 @@ MIXTURE = (
 @dataclass(frozen=True)
 class DecoderBatch:
     """What the decoder gets: `input_ids`, `labels` (-100 ignored) int64 and `mask` bool, all `[B, S]`;
-    `prefix_length` `[B]`, the tokens that belong to the input; `denoiser` `[B]`, index into `MIXTURE`, -1 for causal."""
+    `prefix_length` `[B]`, the tokens that belong to the input; `denoiser` `[B]`, index into `MIXTURE` or -1."""
 
     input_ids: Tensor
     labels: Tensor
@@ -133,7 +133,9 @@ def decoder_row(inputs: Sequence[int], targets: Sequence[int]) -> tuple[list[int
     return sequence[:-1], labels[:-1], len(inputs)
 
 
-def collate(rows: Sequence[tuple[list[int], list[int], int]], denoisers: Sequence[int], length: int, pad_id: int) -> DecoderBatch:
+def collate(
+    rows: Sequence[tuple[list[int], list[int], int]], denoisers: Sequence[int], length: int, pad_id: int
+) -> DecoderBatch:
     """Rows of `decoder_row` padded at their end to `length`.
 
     Raises:
@@ -195,7 +197,9 @@ class UL2:
         ]
         spans = [noise_counts(n, d.mean_span, d.rate)[1] for n, d in zip(self.chunk, MIXTURE, strict=True) if d.rate]
         if max(spans) > len(sentinels):
-            raise ValueError(f"inputs of {inputs_length} tokens need {max(spans)} sentinels, but there are {len(sentinels)}")
+            raise ValueError(
+                f"inputs of {inputs_length} tokens need {max(spans)} sentinels, but there are {len(sentinels)}"
+            )
         self.length = max(examples) + max(len(prompt) for prompt in prompts.values())
 
     def __call__(self, tokens: Tensor, length: Tensor, rng: np.random.Generator) -> DecoderBatch:

@@ -34,7 +34,8 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW or Adafactor over named parameters. Norms, embeddings and routers are not decayed: shrinking them changes
     what they mean (scale, token identity, the sharpness of routing)."""
-    decayed, kept = [], []
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
     for name, parameter in parameters:
         exempt = parameter.ndim < 2 or "embedding" in name or "router" in name
         (kept if exempt else decayed).append(parameter)

@@ -94,7 +94,7 @@ def _early_learning(model: OpenMoE, layer: int) -> dict[str, float]:
     found = {share: analysis.routing_agreement(table, final, used) for share, table in sorted(tables.items())}
     top1, overlap = [pair[0] for pair in found.values()], [pair[1] for pair in found.values()]
     save_figure(model, "routing/early_learning", figures.early_learning(list(found), top1, overlap))
-    numbers = {}
+    numbers: dict[str, float] = {}
     for share, (same, shared) in found.items():
         if share < max(found):
             numbers |= {f"top1_agreement_{share:g}": same, f"routing_overlap_{share:g}": shared}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -143,9 +144,7 @@ def test_too_few_sentinels_are_named() -> None:
 
 def test_learning_rates_of_the_paper(oracle: Any) -> None:
     data = oracle("lr_schedule.json")
-    config = OptimizerConfig(
-        name="adafactor", lr=data["base"], schedule="inverse_sqrt", warmup_steps=data["warmup"]
-    )
+    config = OptimizerConfig(name="adafactor", lr=data["base"], schedule="inverse_sqrt", warmup_steps=data["warmup"])
     for step, rate in data["steps"].items():
         assert learning_rate(int(step), config, 500_000) == pytest.approx(rate, rel=1e-12)
 
@@ -154,7 +153,7 @@ def test_cosine_rises_then_falls_to_its_floor() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
     rates = [learning_rate(step, config, 100) for step in range(101)]
     assert rates[0] == pytest.approx(0.1) and max(rates) == pytest.approx(1.0) and rates[100] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[10:]))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
