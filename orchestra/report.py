@@ -68,7 +68,7 @@ def print_summary(experiment: Experiment, objective: float | None, results: dict
     lines.append(("directory", str(_relative(experiment.directory))))
     if tracker is not None:
         lines.append(("MLflow run", f"{tracker.run_id}  ({config.experiment_name} / {config.run_name})"))
-        lines.append(("see it", tracker.ui_command))
+        lines += [("see it", text) for text in (tracker.ui_command, tracker.ui_address) if text]
     run = tracker.run_id if tracker is not None else _relative(experiment.directory)
     lines.append(("train longer", f"python train.py resume={run} trainer.max_steps=<more>"))
     command = _overrides()

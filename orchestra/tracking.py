@@ -104,11 +104,15 @@ class MLflowTracker(Logger):
         return str(self.directory)
 
     @property
-    def ui_command(self) -> str:
-        """The command, or the address, that shows this run."""
-        if self.uri.startswith("http"):
-            return f"{mask(self.uri).rstrip('/')}/#/experiments/{self._experiment_id}/runs/{self._run_id}"
-        return f"mlflow ui --backend-store-uri {shlex.quote(mask(self.uri))}"
+    def ui_command(self) -> str | None:
+        """The command that shows an embedded store in a browser; None for a store that has a server."""
+        return None if self.uri.startswith("http") else f"mlflow ui --backend-store-uri {shlex.quote(mask(self.uri))}"
+
+    @property
+    def ui_address(self) -> str:
+        """Where the run is, in the UI's view for model training (a new browser starts in the one for GenAI)."""
+        server = mask(self.uri).rstrip("/") if self.uri.startswith("http") else "http://127.0.0.1:5000"
+        return f"{server}/#/experiments/{self._experiment_id}/runs/{self._run_id}?workflowType=machine_learning"
 
     # --- life ---
 
