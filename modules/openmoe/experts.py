@@ -33,6 +33,9 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
         """`rows` `[N, D]` sorted by expert, `counts[e]` of them for expert e -> `[N, D]`."""
+        device = rows.device.type
+        if torch.is_autocast_enabled(device):  # the products below are out of autocast's sight
+            rows = rows.to(torch.get_autocast_dtype(device))
         w_in, w_out = self.w_in.to(rows.dtype), self.w_out.to(rows.dtype)
         if rows.is_cuda and rows.dtype == torch.bfloat16:
             return _grouped(rows, w_in, w_out, counts, self.kind)

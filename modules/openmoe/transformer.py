@@ -143,8 +143,6 @@ class Decoder(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.embedding.weight if self.output is None else self.output.weight
-        if x.dtype == wide:
-            return x @ weight.t()
         with torch.autocast(x.device.type, enabled=False):
             return x.to(wide) @ weight.to(wide).t()
 
