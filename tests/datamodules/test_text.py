@@ -117,7 +117,7 @@ def test_settings_are_checked_without_heavy_imports() -> None:
     code = "import sys; from datamodules.config import TextDataConfig; print('torch' in sys.modules)"
     root = Path(__file__).parent.parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "False\n"
-    with pytest.raises(ValueError, match="use at least 1324, e.g. 1408"):
+    with pytest.raises(ValueError, match=r"use at least 1324, e\.g\. 1408"):
         TextDataConfig(total_vocab=1300)
 
 

@@ -120,7 +120,8 @@ def test_collapse_and_balance_have_their_known_losses() -> None:
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.weight[:2] = 100.0
-    assert float(load_balance_loss(layer(torch.rand(1, 6, 16, dtype=torch.float64))[1])) == pytest.approx(4.0)
+    balance = load_balance_loss(layer(torch.rand(1, 6, 16, dtype=torch.float64))[1])
+    assert balance.item() == pytest.approx(4.0)
 
 
 def test_groups_that_do_not_divide_the_batch_are_refused() -> None:
@@ -214,8 +215,14 @@ def test_parameter_counts_of_the_paper(oracle: Any, size: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"layout": "dense"}, {"layout": "dense_matched"}, {"residual": "none"}, {"residual": "sequential"}]
-    + [{"ffn": "released", "tie_embeddings": False}],
+    [
+        {},
+        {"layout": "dense"},
+        {"layout": "dense_matched"},
+        {"residual": "none"},
+        {"residual": "sequential"},
+        {"ffn": "released", "tie_embeddings": False},
+    ],
 )
 def test_counts_are_those_of_the_real_module(changes: dict[str, Any]) -> None:
     config = ModelConfig(**(SMALL | changes))
