@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import Any, Literal
@@ -186,7 +187,7 @@ class Checkpoints(pl.callbacks.Checkpoint):
         self._last_saved = trainer.global_step
         if trainer.is_global_zero:
             for old in step_checkpoints(self.directory)[max(self.keep, 2) :]:
-                old.unlink()
+                shutil.rmtree(old) if old.is_dir() else old.unlink()  # DeepSpeed's are directories
 
     def _restore(self, trainer: pl.Trainer) -> None:
         """Finish what the checkpoint left to do. Runs after Lightning's loops have restarted, before the first step."""
@@ -230,7 +231,10 @@ def newest_whole(directory: str | Path) -> Path | None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the archive is complete and every part matches its checksum."""
+    """Whether the archive (of a directory, each of its archives) is complete and every part matches its checksum."""
+    if path.is_dir():
+        parts = list(path.rglob("*.pt"))
+        return bool(parts) and all(is_whole(part) for part in parts)
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None

@@ -103,7 +103,11 @@ class Store:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in record["values"].items()])
 
     def _send_artifact(self, record: dict[str, Any]) -> None:
-        self.client.log_artifact(self.run_id, record["path"], record["folder"])
+        path, folder = Path(record["path"]), record["folder"]
+        if path.is_dir():
+            self.client.log_artifacts(self.run_id, str(path), f"{folder}/{path.name}" if folder else path.name)
+        else:
+            self.client.log_artifact(self.run_id, str(path), folder)
 
     def _send_dataset(self, record: dict[str, Any]) -> None:
         dataset = Dataset(

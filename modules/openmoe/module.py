@@ -114,7 +114,7 @@ class OpenMoE(pl.LightningModule):
         values = {"loss": loss, "nll": nll, "accuracy": right, "z": z}
         if out.routings:
             values |= {"load_balance": balance, "router_z": router_z, "drop_rate": losses.drop_rate(out.routings)}
-        self.log_dict({f"train/{name}": value.detach() for name, value in values.items()})
+        self.log_dict({f"train/{name}": value.detach() for name, value in values.items()}, sync_dist=True)
         self.log("nll", nll.detach(), prog_bar=True, logger=False)
         return loss
 
@@ -160,7 +160,7 @@ class OpenMoE(pl.LightningModule):
         self._log_nll("test")
         assert self._collectors is not None
         numbers = routing_analysis.report(self, self._collectors)
-        self.log_dict({f"test/{name}": value for name, value in numbers.items()})
+        self.log_dict({f"test/{name}": value for name, value in numbers.items()}, sync_dist=True)
 
     def _evaluate(self, batch: dict[str, Tensor]) -> DecoderOutput:
         out = self(batch)
@@ -179,7 +179,7 @@ class OpenMoE(pl.LightningModule):
         for name, metric in self._nll.items():
             if metric.update_called:
                 label = f"{stage}/nll" if name == "all" else f"{stage}/nll_{name}"
-                self.log(label, metric.compute(), prog_bar=name == "all")
+                self.log(label, metric.compute(), prog_bar=name == "all", sync_dist=True)
                 metric.reset()
 
     # --- use ---

@@ -253,8 +253,10 @@ def test_a_multirun_makes_one_run_for_each_value(train: Any, tmp_path: Path) -> 
     assert sorted(run.info.run_name for run in runs(tmp_path)) == ["openmoe-default-s0", "openmoe-default-s1"]
 
 
-def test_two_processes_make_one_run(train: Any, tmp_path: Path) -> None:
-    train("trainer=ddp", "trainer.accelerator=cpu", "trainer.max_steps=4", "datamodule.batch_size=2", check=True)
+@pytest.mark.parametrize("trainer", ["ddp", "deepspeed"])
+def test_two_processes_make_one_run(trainer: str, train: Any, tmp_path: Path) -> None:
+    hardware = [f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.precision=32-true"]
+    train(*hardware, "trainer.max_steps=4", "datamodule.batch_size=2", check=True)
     (run,) = runs(tmp_path)
     assert run.info.status == "FINISHED"
     assert len(list(tmp_path.glob("outputs/*/*"))) == 1
