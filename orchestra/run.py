@@ -75,8 +75,10 @@ def build(config: DictConfig) -> Experiment:
     datamodule.setup("fit")
     callbacks = [instantiate(node, _convert_="all") for node in config.callbacks.values() if node is not None]
     tracker = _tracker(config, directory)
-    if tracker is None:
-        callbacks = [c for c in callbacks if not isinstance(c, pl.callbacks.LearningRateMonitor)]
+    # Lightning refuses callbacks that have nothing to do.
+    idle = [] if tracker is not None else [pl.callbacks.LearningRateMonitor]
+    idle += [] if config.trainer.enable_progress_bar else [pl.callbacks.ProgressBar]
+    callbacks = [callback for callback in callbacks if not isinstance(callback, tuple(idle))]
     trainer = instantiate(
         config.trainer,
         callbacks=callbacks,

@@ -41,7 +41,8 @@ def build_optimizer(parameters: Iterable[tuple[str, nn.Parameter]], config: Opti
         (kept if exempt else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": kept, "weight_decay": 0.0}]
     if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+        # Not fused: a fused step unscales gradients by itself, and Lightning then refuses to clip them.
+        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=config.lr, decay_rate=-0.8, scale_parameter=True, relative_step=False)
