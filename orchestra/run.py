@@ -76,7 +76,7 @@ def build(config: DictConfig) -> Experiment:
     callbacks = [instantiate(node, _convert_="all") for node in config.callbacks.values() if node is not None]
     tracker = _tracker(config, directory)
     # Lightning refuses callbacks that have nothing to do.
-    idle = [] if tracker is not None else [pl.callbacks.LearningRateMonitor]
+    idle: list[type[pl.Callback]] = [] if tracker is not None else [pl.callbacks.LearningRateMonitor]
     idle += [] if config.trainer.enable_progress_bar else [pl.callbacks.ProgressBar]
     callbacks = [callback for callback in callbacks if not isinstance(callback, tuple(idle))]
     trainer = instantiate(

@@ -23,7 +23,7 @@ from modules.openmoe.router import Router, arrival_numbers, choose, expert_capac
 from modules.openmoe.transformer import Decoder, FeedForward
 
 
-def close(ours: Tensor, theirs: Any, tolerance: float = 1e-9) -> None:
+def assert_near(ours: Tensor, theirs: Any, tolerance: float = 1e-9) -> None:
     torch.testing.assert_close(ours, torch.as_tensor(theirs, dtype=ours.dtype), rtol=tolerance, atol=tolerance)
 
 
@@ -59,20 +59,20 @@ def test_layer_losses_and_gradients(oracle: Any, name: str) -> None:
     assert torch.equal(routing.expert, data["expert"])
     assert torch.equal(routing.position, data["position"])
     assert torch.equal(routing.kept, data["kept"])
-    close(routing.logits, data["logits"])
-    close(routing.weight, data["weight"])
-    close(y, data["y"])
-    close(balance, data["load_balance"])
-    close(router_z, data["router_z"])
-    close(loss, data["loss"])
-    close(expert_counts(routing) / (routing.expert.shape[0] * routing.expert.shape[1]), data["fraction"])
+    assert_near(routing.logits, data["logits"])
+    assert_near(routing.weight, data["weight"])
+    assert_near(y, data["y"])
+    assert_near(balance, data["load_balance"])
+    assert_near(router_z, data["router_z"])
+    assert_near(loss, data["loss"])
+    assert_near(expert_counts(routing) / (routing.expert.shape[0] * routing.expert.shape[1]), data["fraction"])
     hidden = data["w_gate"].shape[-1]
     assert x.grad is not None and moe.experts.w_in.grad is not None
-    close(x.grad, data["d_x"])
-    close(moe.router.weight.grad.t(), data["d_router"])
-    close(moe.experts.w_in.grad[..., :hidden], data["d_w_gate"])
-    close(moe.experts.w_in.grad[..., hidden:], data["d_w_up"])
-    close(moe.experts.w_out.grad, data["d_w_down"])
+    assert_near(x.grad, data["d_x"])
+    assert_near(moe.router.weight.grad.t(), data["d_router"])
+    assert_near(moe.experts.w_in.grad[..., :hidden], data["d_w_gate"])
+    assert_near(moe.experts.w_in.grad[..., hidden:], data["d_w_up"])
+    assert_near(moe.experts.w_out.grad, data["d_w_down"])
 
 
 @pytest.mark.parametrize("name", ["official_router", "official_router_batch_priority"])
@@ -91,10 +91,10 @@ def test_router_of_the_jax_training_code(oracle: Any, name: str) -> None:
     assert torch.equal(routing.kept, data["kept"])
     slot = torch.where(routing.kept, routing.position, -1)
     assert torch.equal(slot, data["slot"])
-    close(torch.where(routing.kept, routing.weight, 0.0), data["weight"], 1e-6)
-    close(load_balance_loss(routing, "group"), data["load_balance_per_group"], 1e-5)
-    close(load_balance_loss(routing, "global"), data["load_balance_global"], 1e-5)
-    close(router_z_loss(routing), data["router_z"], 1e-5)
+    assert_near(torch.where(routing.kept, routing.weight, 0.0), data["weight"], 1e-6)
+    assert_near(load_balance_loss(routing, "group"), data["load_balance_per_group"], 1e-5)
+    assert_near(load_balance_loss(routing, "global"), data["load_balance_global"], 1e-5)
+    assert_near(router_z_loss(routing), data["router_z"], 1e-5)
 
 
 @pytest.mark.parametrize("name", ["released_moe_train", "released_moe_eval"])
@@ -104,8 +104,8 @@ def test_layer_of_the_released_checkpoints(oracle: Any, name: str) -> None:
     y, routing = moe(data["x"])
     assert torch.equal(routing.expert[0], data["expert"])
     assert torch.equal(routing.kept[0], data["kept"])
-    close(torch.where(routing.kept, routing.weight, 0.0)[0], data["weight"], 1e-5)
-    close(y, data["y"], 1e-5)
+    assert_near(torch.where(routing.kept, routing.weight, 0.0)[0], data["weight"], 1e-5)
+    assert_near(y, data["y"], 1e-5)
     used = torch.bincount(routing.expert[routing.kept], minlength=6)
     assert torch.equal(used, data["used"])
 
@@ -172,12 +172,12 @@ def test_whole_model(oracle: Any, residual: str, checkpointing: bool) -> None:
     router_z = mean_over_layers([router_z_loss(r) for r in out.routings], ce)
     loss = ce + 0.01 * balance + 1e-4 * router_z + 1e-3 * z
     loss.backward()
-    close(out.logits, data[f"{residual}_logits"])
+    assert_near(out.logits, data[f"{residual}_logits"])
     for ours, name in ((ce, "ce"), (z, "z"), (balance, "load_balance"), (router_z, "router_z"), (loss, "loss")):
-        close(ours, data[f"{residual}_{name}"])
-    close(drop_rate(out.routings).double(), data[f"{residual}_drop"], 1e-6)
-    close(decoder.embedding.weight.grad, data[f"{residual}_d_embed"])
-    close(decoder.blocks[1].moe.router.weight.grad.t(), data[f"{residual}_d_router_first"])
+        assert_near(ours, data[f"{residual}_{name}"])
+    assert_near(drop_rate(out.routings).double(), data[f"{residual}_drop"], 1e-6)
+    assert_near(decoder.embedding.weight.grad, data[f"{residual}_d_embed"])
+    assert_near(decoder.blocks[1].moe.router.weight.grad.t(), data[f"{residual}_d_router_first"])
 
 
 def test_doubly_gated_feed_forward(oracle: Any) -> None:
@@ -190,18 +190,18 @@ def test_doubly_gated_feed_forward(oracle: Any) -> None:
     y = ffn(x)
     loss = (y - data["target"]).square().mean()
     loss.backward()
-    close(y, data["y"])
-    close(loss, data["loss"])
-    close(x.grad, data["d_x"])
-    close(ffn.w_in.weight.grad.t(), torch.cat([data["d_w_value"], data["d_w_gate"], data["d_w_linear"]], 1))
-    close(ffn.w_out.weight.grad.t(), data["d_w_down"])
+    assert_near(y, data["y"])
+    assert_near(loss, data["loss"])
+    assert_near(x.grad, data["d_x"])
+    assert_near(ffn.w_in.weight.grad.t(), torch.cat([data["d_w_value"], data["d_w_gate"], data["d_w_linear"]], 1))
+    assert_near(ffn.w_out.weight.grad.t(), data["d_w_down"])
 
 
 def test_rotary_positions(oracle: Any) -> None:
     data = oracle("rope")
     positions = torch.arange(data["q"].shape[1])
-    close(rotate(data["q"], positions), data["out0"])
-    close(rotate(data["q"], positions + 3), data["out3"])
+    assert_near(rotate(data["q"], positions), data["out0"])
+    assert_near(rotate(data["q"], positions + 3), data["out3"])
 
 
 def test_cross_entropy_and_z(oracle: Any) -> None:
@@ -210,10 +210,10 @@ def test_cross_entropy_and_z(oracle: Any) -> None:
     ce, z = cross_entropy_and_z(logits, data["labels"])
     loss = ce + data["z_weight"] * z
     loss.backward()
-    close(ce, data["ce"])
-    close(z, data["z"])
-    close(loss, data["loss"])
-    close(logits.grad, data["d_logits"])
+    assert_near(ce, data["ce"])
+    assert_near(z, data["z"])
+    assert_near(loss, data["loss"])
+    assert_near(logits.grad, data["d_logits"])
 
 
 def test_ties_go_to_the_lower_expert_and_arrivals_count_on() -> None:
