@@ -98,7 +98,7 @@ def test_a_store_that_is_away_delays_nothing_and_loses_nothing(server: Server, t
     began = time.perf_counter()
     for step in range(1, 400):
         one.log_metrics({"a": step / 7, "b": float("nan")}, step=step)
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - began < 5.0, "logging waited for the store"
     one.log_text("kept", "notes/text.txt")
     time.sleep(1.0)
     server.signal(signal.SIGCONT) if failure == "hangs" else server.start()
