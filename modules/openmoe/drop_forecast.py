@@ -56,9 +56,7 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("files", nargs="+", type=Path, help="text files of the corpus")
     parser.add_argument("--length", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument(
-        "--target", type=float, default=0.01, help="share of pairs dropped in the last third"
-    )
+    parser.add_argument("--target", type=float, default=0.01, help="share of pairs dropped in the last third")
     arguments = parser.parse_args()
     from modules.openmoe.module import OpenMoE
 
