@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from modules.openmoe.config import ModelConfig
 from modules.openmoe.moe import MoELayer
+from orchestra.memory import keep_freed_memory
 
 # Tokens, width, expert width, experts, choices. The fourth and fifth are the fine-grained ones.
 SHAPES = [
@@ -83,7 +84,7 @@ def mixtral(layer: MoELayer, implementation: str) -> nn.Module:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    experts, width, _ = layer.experts.w_in.shape
+    experts, _, width = layer.experts.w_in.shape
     config = MixtralConfig(
         hidden_size=width,
         intermediate_size=layer.experts.w_out.shape[1],
@@ -94,7 +95,7 @@ def mixtral(layer: MoELayer, implementation: str) -> nn.Module:
     block = MixtralSparseMoeBlock(config)
     with torch.no_grad():
         block.gate.weight.copy_(layer.router.weight)
-        block.experts.gate_up_proj.copy_(layer.experts.w_in.transpose(1, 2))
+        block.experts.gate_up_proj.copy_(layer.experts.w_in)
         block.experts.down_proj.copy_(layer.experts.w_out.transpose(1, 2))
     return block
 
@@ -103,7 +104,7 @@ def deepspeed_layer(layer: MoELayer) -> nn.Module:
     """DeepSpeed's layer with the same weights: no sampling, no random selection, room for every token."""
     from deepspeed.moe.layer import MoE
 
-    experts, width, _ = layer.experts.w_in.shape
+    experts, _, width = layer.experts.w_in.shape
     k = layer.config.top_k
     peer = MoE(
         hidden_size=width,
@@ -122,7 +123,7 @@ def deepspeed_layer(layer: MoELayer) -> nn.Module:
         for expert, first, second in zip(
             peer.deepspeed_moe.experts.deepspeed_experts, layer.experts.w_in, layer.experts.w_out, strict=True
         ):
-            expert.gate_up.weight.copy_(first.t())
+            expert.gate_up.weight.copy_(first)
             expert.down.weight.copy_(second.t())
     return peer
 
@@ -188,6 +189,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/moe_layer.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as every run of train.py does
     import deepspeed
 
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "WORLD_SIZE": "1"})

@@ -19,6 +19,7 @@ from orchestra import provenance, report, resume, validation
 from orchestra.checkpoints import AtomicCheckpointIO, Checkpoints, is_whole, newest_whole
 from orchestra.errors import Interrupted, UsageError
 from orchestra.interrupts import INTERRUPTS
+from orchestra.memory import keep_freed_memory
 from orchestra.secrets import mask_mapping
 from orchestra.tracking import MLflowTracker
 
@@ -62,6 +63,7 @@ def run(config: DictConfig) -> float | None:
 
 def build(config: DictConfig) -> Experiment:
     """Instantiate module, data, callbacks, tracker and trainer, and prepare the data. Starts nothing."""
+    keep_freed_memory()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     pl.seed_everything(config.seed, workers=True, verbose=False)

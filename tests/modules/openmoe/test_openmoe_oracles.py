@@ -42,7 +42,7 @@ def layer(data: dict[str, Any], **changes: Any) -> MoELayer:
     inputs = ("w_value", "w_gate", "w_linear") if "w_value" in data else ("w_gate", "w_up")
     with torch.no_grad():
         moe.router.weight.copy_(data["router"].t())
-        moe.experts.w_in.copy_(torch.cat([data[name] for name in inputs], -1))
+        moe.experts.w_in.copy_(torch.cat([data[name] for name in inputs], -1).mT)
         moe.experts.w_out.copy_(data["w_down"])
     return moe
 
@@ -70,8 +70,8 @@ def test_layer_losses_and_gradients(oracle: Any, name: str) -> None:
     assert x.grad is not None and moe.experts.w_in.grad is not None
     assert_near(x.grad, data["d_x"])
     assert_near(moe.router.weight.grad.t(), data["d_router"])
-    assert_near(moe.experts.w_in.grad[..., :hidden], data["d_w_gate"])
-    assert_near(moe.experts.w_in.grad[..., hidden:], data["d_w_up"])
+    assert_near(moe.experts.w_in.grad[:, :hidden].mT, data["d_w_gate"])
+    assert_near(moe.experts.w_in.grad[:, hidden:].mT, data["d_w_up"])
     assert_near(moe.experts.w_out.grad, data["d_w_down"])
 
 
@@ -151,7 +151,7 @@ def load_decoder(data: dict[str, Any], residual: str) -> Decoder:
         state[f"{ours}.ffn.w_out.weight"] = data[f"{theirs}.ffn.w_down"].t()
         if config.is_moe_layer(i):
             experts = [data[f"{theirs}.experts.{name}"] for name in ("w_gate", "w_up", "w_down")]
-            state[f"{ours}.moe.experts.w_in"] = torch.cat(experts[:2], -1)
+            state[f"{ours}.moe.experts.w_in"] = torch.cat(experts[:2], -1).mT
             state[f"{ours}.moe.experts.w_out"] = experts[2]
             state[f"{ours}.moe.router.weight"] = data[f"{theirs}.router"].t()
             if residual == "sequential":

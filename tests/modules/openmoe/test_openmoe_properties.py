@@ -51,7 +51,7 @@ def test_equal_experts_with_weights_that_sum_to_one_are_one_feed_forward(seed: i
         layer.experts.w_in.copy_(layer.experts.w_in[:1].expand_as(layer.experts.w_in))
         layer.experts.w_out.copy_(layer.experts.w_out[:1].expand_as(layer.experts.w_out))
     x = torch.randn(2, 7, 16, dtype=torch.float64)
-    gate, up = (x @ layer.experts.w_in[0]).chunk(2, -1)
+    gate, up = (x @ layer.experts.w_in[0].t()).chunk(2, -1)
     torch.testing.assert_close(layer(x)[0], (F.silu(gate) * up) @ layer.experts.w_out[0])
 
 
