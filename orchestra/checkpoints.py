@@ -1,4 +1,4 @@
-"""Checkpoints that can be trusted: written atomically, read with `weights_only=True`, resumed bit for bit.
+"""When checkpoints are taken, and how training goes on from one bit for bit.
 
 Resumable checkpoints are taken between two training steps, after any validation that the earlier step was due, so
 that nothing is half-done in them. Their loop counters therefore say "everything that was started is completed",
@@ -7,51 +7,17 @@ which is the one state from which Lightning's loops continue without repeating o
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import re
 import shutil
-import zipfile
 from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
-import torch
-from lightning_fabric.plugins import TorchCheckpointIO
 
 from orchestra import random_state
-from orchestra.errors import Interrupted, UsageError
+from orchestra.checkpoint_files import BEST, step_checkpoints
+from orchestra.errors import Interrupted
 from orchestra.interrupts import INTERRUPTS
-
-log = logging.getLogger(__name__)
-
-BEST = "best.ckpt"
-_STEP_FILE = re.compile(r"step-(\d+)\.ckpt")
-_PARTIAL = ".partial"
-
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes beside the target and renames: a reader sees the old file or the whole new one, never a part."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(target.name + _PARTIAL)
-        with partial.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-        directory = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the rename itself
-        finally:
-            os.close(directory)
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", weights_only=True)
-        return loaded
 
 
 class Checkpoints(pl.callbacks.Checkpoint):
@@ -206,40 +172,6 @@ class Checkpoints(pl.callbacks.Checkpoint):
             connector._first_loop_iter = first_iteration
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
             loop._batches_that_stepped += 1
-
-
-def step_checkpoints(directory: str | Path) -> list[Path]:
-    """Resumable checkpoints of a run, newest first."""
-    found = [path for path in Path(directory).glob("step-*.ckpt") if _STEP_FILE.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(_STEP_FILE.fullmatch(path.name)[1]), reverse=True)  # type: ignore[index]
-
-
-def newest_whole(directory: str | Path) -> Path | None:
-    """The newest resumable checkpoint that reads back whole, warning about each torn one; None if there is none.
-
-    Raises:
-        UsageError: there are checkpoints and all are damaged.
-    """
-    found = step_checkpoints(directory)
-    for path in found:
-        if is_whole(path):
-            return path
-        log.warning("Checkpoint %s is damaged (truncated or altered); falling back to the one before.", path)
-    if found:
-        raise UsageError(f"resume: every checkpoint in {directory} is damaged: {', '.join(p.name for p in found)}")
-    return None
-
-
-def is_whole(path: Path) -> bool:
-    """Whether the archive (of a directory, each of its archives) is complete and every part matches its checksum."""
-    if path.is_dir():
-        parts = list(path.rglob("*.pt"))
-        return bool(parts) and all(is_whole(part) for part in parts)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError):
-        return False
 
 
 def _anywhere(trainer: pl.Trainer, flag: bool) -> bool:

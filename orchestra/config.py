@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_DIR = ROOT / "conf"
@@ -80,6 +80,62 @@ class TrainerConfig(Section):
     enable_progress_bar: bool
     enable_model_summary: bool
     use_distributed_sampler: bool
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of processes; None where it is only known on the machine that runs them."""
+        devices = len(self.devices) if isinstance(self.devices, list) else self.devices
+        return None if devices == "auto" else int(devices) * self.num_nodes
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerConfig:
+        ep_size = self.strategy.get("ep_size", 1) if isinstance(self.strategy, dict) else 1
+        if self.world_size is not None and isinstance(ep_size, int) and self.world_size % max(ep_size, 1):
+            raise ValueError(
+                f"strategy.ep_size={ep_size} does not divide the {self.world_size} processes "
+                f"(devices={self.devices} on num_nodes={self.num_nodes})"
+            )
+        return self
+
+
+class DeepSpeedStrategyConfig(Section):
+    """Arguments of `orchestra.deepspeed.DeepSpeedStrategy` that configs may set; DeepSpeed's documentation says more."""
+
+    stage: Annotated[int, Field(ge=0, le=3)] = 1
+    ep_size: PositiveInt = 1
+    offload_optimizer: bool = False
+    offload_parameters: bool = False
+    offload_optimizer_device: Literal["cpu", "nvme"] = "cpu"
+    offload_params_device: Literal["cpu", "nvme"] = "cpu"
+    nvme_path: str = "/local_nvme"
+    pin_memory: bool = False
+    overlap_comm: bool = True
+    contiguous_gradients: bool = True
+    allgather_bucket_size: PositiveInt = 200_000_000
+    reduce_bucket_size: PositiveInt = 200_000_000
+    sub_group_size: PositiveInt = 1_000_000_000_000
+    partition_activations: bool = False
+    cpu_checkpointing: bool = False
+    contiguous_memory_optimization: bool = False
+    loss_scale: NonNegativeFloat = 0.0
+    initial_scale_power: PositiveInt = 16
+    loss_scale_window: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    min_loss_scale: PositiveInt = 1
+    timeout: Any = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DeepSpeedStrategyConfig:
+        if self.stage == 3 and self.ep_size > 1:
+            raise ValueError(
+                f"stage=3 with ep_size={self.ep_size}: DeepSpeed cannot shard weights whose experts are spread already; "
+                "use stage 0, 1 or 2, or ep_size=1"
+            )
+        if self.stage < 3 and self.offload_parameters:
+            raise ValueError(f"offload_parameters needs stage=3, not {self.stage}")
+        if self.stage == 0 and self.offload_optimizer:
+            raise ValueError("offload_optimizer needs stage 1, 2 or 3, not 0")
+        return self
 
 
 class CheckpointsConfig(Section):

@@ -16,7 +16,8 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from orchestra import provenance, report, resume, validation
-from orchestra.checkpoints import AtomicCheckpointIO, Checkpoints, is_whole, newest_whole
+from orchestra.checkpoint_files import AtomicCheckpointIO, is_whole, newest_whole, read
+from orchestra.checkpoints import Checkpoints
 from orchestra.errors import Interrupted, UsageError
 from orchestra.interrupts import INTERRUPTS
 from orchestra.memory import keep_freed_memory
@@ -148,8 +149,7 @@ def _fit_and_test(experiment: Experiment) -> tuple[float | None, dict[str, float
     config, trainer, module = experiment.config, experiment.trainer, experiment.module
     results: dict[str, float] = {}
     if config.checkpoint is not None:
-        state = torch.load(config.checkpoint, map_location="cpu", weights_only=True)
-        module.load_state_dict(state["state_dict"])
+        module.load_state_dict(read(config.checkpoint)["state_dict"])
     if config.train:
         if experiment.resume_from is not None:
             log.info("Resuming from %s", experiment.resume_from)

@@ -25,6 +25,8 @@ class Experts(nn.Module):
     model's width last: with few rows an expert, products that read them that way are the faster ones.
     """
 
+    expert_stack = True  # every parameter has one expert per index of dimension 0: they can be spread over processes
+
     def __init__(self, num_experts: int, d_model: int, d_ff: int, kind: Kind = "swiglu") -> None:
         super().__init__()
         self.kind: Kind = kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ def load_balance_loss(routing: Routing, scope: Literal["global", "group"] = "glo
         per_group = experts * ((chosen.sum(1) / tokens) * (probability.sum(1) / tokens)).sum(-1)
         return per_group[real.any(1)].mean() if real.any() else per_group.sum()
     counts, mass, tokens = chosen.sum((0, 1)), probability.sum((0, 1)), real.sum().to(probability.dtype)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if _distributed():
         from torch.distributed.nn.functional import all_reduce
 
         shared = torch.cat([counts, tokens.view(1)])
@@ -45,12 +46,14 @@ def load_balance_loss(routing: Routing, scope: Literal["global", "group"] = "glo
     return experts * ((counts / tokens) * (mass / tokens)).sum()
 
 
-def router_z_loss(routing: Routing) -> Tensor:
-    """Mean over real tokens of logsumexp(router logits)²."""
-    return _mean(routing.logits.logsumexp(-1).square(), _real(routing))
+def router_z_loss(routing: Routing, tokens: Tensor | None = None) -> Tensor:
+    """Mean over real tokens of logsumexp(router logits)²; `tokens` is the divisor instead of their number here."""
+    real = _real(routing)
+    squares = torch.where(real, routing.logits.logsumexp(-1).square(), 0.0)
+    return squares.sum() / (real.sum() if tokens is None else tokens).clamp(min=1)
 
 
-def cross_entropy_and_z(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_and_z(logits: Tensor, labels: Tensor, number: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Mean cross-entropy (nats) and mean logsumexp² over predicted tokens.
 
     Both share one pass over the logits and one buffer of their size for the gradient: at these widths the logits are
@@ -59,17 +62,21 @@ def cross_entropy_and_z(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     Args:
         logits: `[..., V]`.
         labels: `[...]` int64; -100 is not predicted.
+        number: divisor of both sums; None is the number of predicted tokens here.
     """
-    losses: tuple[Tensor, Tensor] = _CrossEntropyAndZ.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
+    if number is None:
+        number = (labels != -100).sum()
+    losses: tuple[Tensor, Tensor] = _CrossEntropyAndZ.apply(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), number.clamp(min=1)
+    )
     return losses
 
 
 class _CrossEntropyAndZ(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
         log_z = logits.logsumexp(-1)
         predicted = labels != -100
-        number = predicted.sum().clamp(min=1)
         target = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         ctx.save_for_backward(logits, log_z, labels, predicted, number)
         ce = torch.where(predicted, log_z - target, 0.0).sum() / number
@@ -78,13 +85,13 @@ class _CrossEntropyAndZ(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ce: Tensor, grad_z: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_ce: Tensor, grad_z: Tensor) -> tuple[Tensor, None, None]:
         logits, log_z, labels, predicted, number = ctx.saved_tensors
         row = torch.where(predicted, (grad_ce + 2 * log_z * grad_z) / number, 0.0)
         grad = (logits - log_z.unsqueeze(-1)).exp_().mul_(row.unsqueeze(-1))
         own = torch.where(predicted, -grad_ce / number, 0.0).unsqueeze(-1).to(grad.dtype)
         grad.scatter_add_(-1, labels.clamp(min=0).unsqueeze(-1), own)
-        return grad, None
+        return grad, None, None
 
 
 def token_nll(logits: Tensor, labels: Tensor) -> Tensor:
@@ -98,13 +105,48 @@ def mean_over_layers(values: Sequence[Tensor], like: Tensor) -> Tensor:
     return torch.stack(list(values)).mean() if values else like.new_zeros(())
 
 
-def drop_rate(routings: Sequence[Routing]) -> Tensor:
-    """Share of real (token, choice) pairs that their expert turned away, over all layers; float32."""
-    if not routings:
-        return torch.zeros(())
-    pairs = torch.stack([(r.expert < r.num_experts).sum() for r in routings]).sum()
-    kept = torch.stack([r.kept.sum() for r in routings]).sum()
-    return 1.0 - kept.float() / pairs.clamp(min=1)
+@dataclass
+class Totals:
+    """Sums over the batches of all processes, float64.
+
+    A process that divides its own sum by `per_process(total)` has a loss whose mean over processes, which is what
+    data-parallel training takes, is the mean over all tokens, however they are spread.
+
+    Attributes:
+        predicted: tokens with a label.
+        right: those predicted rightly.
+        tokens: real tokens.
+        chosen: `[E]` real (token, choice) pairs of each expert before dropping, over all layers.
+        kept: pairs that were not dropped, over all experts and layers.
+    """
+
+    predicted: Tensor
+    right: Tensor
+    tokens: Tensor
+    chosen: Tensor
+    kept: Tensor
+
+    @property
+    def drop_rate(self) -> Tensor:
+        """Share of real (token, choice) pairs that their expert turned away."""
+        return 1.0 - self.kept / self.chosen.sum().clamp(min=1)
+
+    def per_process(self, total: Tensor) -> Tensor:
+        return total / (dist.get_world_size() if _distributed() else 1)
+
+
+@torch.no_grad()
+def totals(logits: Tensor, labels: Tensor, mask: Tensor, routings: Sequence[Routing]) -> Totals:
+    """Count over all processes, in one exchange. `logits` `[..., V]`, `labels` and `mask` `[...]`."""
+    predicted = labels != -100
+    right = (logits.argmax(-1) == labels) & predicted
+    chosen = [expert_counts(routing) for routing in routings] or [labels.new_zeros(0)]
+    kept = sum((routing.kept.sum() for routing in routings), labels.new_zeros(()))
+    counts = torch.cat([torch.stack([predicted.sum(), right.sum(), mask.sum(), kept]), torch.stack(chosen).sum(0)])
+    counts = counts.double()
+    if _distributed():
+        dist.all_reduce(counts)
+    return Totals(counts[0], counts[1], counts[2], counts[4:], counts[3])
 
 
 def expert_counts(routing: Routing) -> Tensor:
@@ -118,5 +160,5 @@ def _real(routing: Routing) -> Tensor:
     return torch.ones(routing.logits.shape[:-1], dtype=torch.bool, device=routing.logits.device)
 
 
-def _mean(values: Tensor, where: Tensor) -> Tensor:
-    return torch.where(where, values, 0.0).sum() / where.sum().clamp(min=1)
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

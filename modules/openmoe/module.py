@@ -27,8 +27,9 @@ class OpenMoE(pl.LightningModule):
     objective makes examples of them on the CPU, before they go to the device.
 
     Logs `train/loss`, `train/nll`, `train/accuracy`, `train/load_balance`, `train/router_z`, `train/z`,
-    `train/drop_rate`; `val/nll` and `test/nll` in nats per token over the domains that are trained on, and
-    `.../nll_<domain>` for each; and at test time the numbers of `modules.openmoe.analysis`.
+    `train/drop_rate` and `train/expert_share/<expert>` (of all choices, over all layers and processes); `val/nll` and
+    `test/nll` in nats per token over the domains that are trained on, and `.../nll_<domain>` for each; and at test time
+    the numbers of `modules.openmoe.analysis`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -101,22 +102,31 @@ class OpenMoE(pl.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         out = self(batch)
-        nll, z = losses.cross_entropy_and_z(out.logits, batch["labels"])
+        totals = losses.totals(out.logits, batch["labels"], batch["mask"], out.routings)
+        nll, z = losses.cross_entropy_and_z(out.logits, batch["labels"], totals.per_process(totals.predicted))
         balance = losses.mean_over_layers(
             [losses.load_balance_loss(r, self.config.model.balance_scope) for r in out.routings], nll
         )
-        router_z = losses.mean_over_layers([losses.router_z_loss(r) for r in out.routings], nll)
+        tokens = totals.per_process(totals.tokens)
+        router_z = losses.mean_over_layers([losses.router_z_loss(r, tokens) for r in out.routings], nll)
         weight = self.config.loss
         loss = nll + weight.load_balance * balance + weight.router_z * router_z + weight.z * z
-        self.tokens_seen += batch["mask"].sum() * self.trainer.world_size
-        predicted = batch["labels"] != -100
-        right = (out.logits.detach().argmax(-1) == batch["labels"])[predicted].float().mean()
-        values = {"loss": loss, "nll": nll, "accuracy": right, "z": z}
-        if out.routings:
-            values |= {"load_balance": balance, "router_z": router_z, "drop_rate": losses.drop_rate(out.routings)}
-        self.log_dict({f"train/{name}": value.detach() for name, value in values.items()}, sync_dist=True)
-        self.log("nll", nll.detach(), prog_bar=True, logger=False)
+        self.tokens_seen += totals.tokens.long()
+        self._log_training({"loss": loss, "nll": nll, "z": z}, balance, router_z, totals)
         return loss
+
+    def _log_training(
+        self, values: dict[str, Tensor], balance: Tensor, router_z: Tensor, totals: losses.Totals
+    ) -> None:
+        whole = {"accuracy": totals.right / totals.predicted.clamp(min=1)}  # the same in every process
+        if len(totals.chosen):
+            values |= {"load_balance": balance, "router_z": router_z}
+            whole["drop_rate"] = totals.drop_rate
+            shares = totals.chosen / totals.chosen.sum().clamp(min=1)
+            whole |= {f"expert_share/{expert}": share for expert, share in enumerate(shares.unbind())}
+        self.log_dict({f"train/{name}": value.detach() for name, value in values.items()}, sync_dist=True)
+        self.log_dict({f"train/{name}": value.float() for name, value in whole.items()})
+        self.log("nll", values["nll"].detach(), prog_bar=True, logger=False)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Fix the router from `freeze_router_at` on: without gradients the optimiser passes over it."""

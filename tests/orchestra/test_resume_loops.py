@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from datamodules.resumable import ResumableDataModule, shuffled
-from orchestra.checkpoints import AtomicCheckpointIO, Checkpoints, step_checkpoints
+from orchestra.checkpoint_files import AtomicCheckpointIO, step_checkpoints
+from orchestra.checkpoints import Checkpoints
 from orchestra.errors import Interrupted
 from orchestra.interrupts import INTERRUPTS
 

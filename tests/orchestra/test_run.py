@@ -17,7 +17,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
-from orchestra.checkpoints import step_checkpoints
+from orchestra.checkpoint_files import step_checkpoints
 from tests.conftest import ROOT, start_training
 
 
