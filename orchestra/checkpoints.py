@@ -16,8 +16,9 @@ import pytorch_lightning as pl
 
 from orchestra import random_state
 from orchestra.checkpoint_files import BEST, step_checkpoints
-from orchestra.errors import Interrupted
+from orchestra.errors import Interrupted, UsageError
 from orchestra.interrupts import INTERRUPTS
+from orchestra.resume import other_batch
 
 
 class Checkpoints(pl.callbacks.Checkpoint):
@@ -83,6 +84,7 @@ class Checkpoints(pl.callbacks.Checkpoint):
             "random_state": self._before_validation if trainer.validating else random_state.collect(),
             "logged_steps": loop._batches_that_stepped,
             "validation_pending": trainer.validating,
+            "samples_per_batch": _samples_per_batch(trainer),
         }
 
     def on_load_checkpoint(
@@ -159,6 +161,9 @@ class Checkpoints(pl.callbacks.Checkpoint):
         """Finish what the checkpoint left to do. Runs after Lightning's loops have restarted, before the first step."""
         restored, self._restored = self._restored, None
         assert restored is not None
+        before, now = restored["samples_per_batch"], _samples_per_batch(trainer)
+        if before is not None and now is not None and before != now:
+            raise UsageError(other_batch(before, trainer.world_size, now // trainer.world_size))
         loop = trainer.fit_loop.epoch_loop
         # Lightning infers these from the loop counters, and is one off for some of the moments at which we save.
         loop._batches_that_stepped = restored["logged_steps"]
@@ -172,6 +177,12 @@ class Checkpoints(pl.callbacks.Checkpoint):
             connector._first_loop_iter = first_iteration
             loop.update_lr_schedulers("step", update_plateau_schedulers=True)
             loop._batches_that_stepped += 1
+
+
+def _samples_per_batch(trainer: pl.Trainer) -> int | None:
+    """Samples of one training batch over all processes, where the loader tells."""
+    size = getattr(trainer.train_dataloader, "batch_size", None)
+    return None if size is None else size * trainer.world_size
 
 
 def _anywhere(trainer: pl.Trainer, flag: bool) -> bool:

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_DIR = ROOT / "conf"
@@ -99,7 +108,7 @@ class TrainerConfig(Section):
 
 
 class DeepSpeedStrategyConfig(Section):
-    """Arguments of `orchestra.deepspeed.DeepSpeedStrategy` that configs may set; DeepSpeed's documentation says more."""
+    """Arguments of `orchestra.deepspeed.DeepSpeedStrategy` that configs may set; see DeepSpeed's documentation."""
 
     stage: Annotated[int, Field(ge=0, le=3)] = 1
     ep_size: PositiveInt = 1
@@ -128,7 +137,7 @@ class DeepSpeedStrategyConfig(Section):
     def _consistent(self) -> DeepSpeedStrategyConfig:
         if self.stage == 3 and self.ep_size > 1:
             raise ValueError(
-                f"stage=3 with ep_size={self.ep_size}: DeepSpeed cannot shard weights whose experts are spread already; "
+                f"stage=3 with ep_size={self.ep_size}: DeepSpeed cannot shard weights of experts that are spread already; "
                 "use stage 0, 1 or 2, or ep_size=1"
             )
         if self.stage < 3 and self.offload_parameters:

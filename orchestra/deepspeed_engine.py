@@ -196,7 +196,9 @@ def load_states(engine: Engine, saved: Mapping[int, Any], plain: Mapping[int, nn
         for number, state in cut.items():
             parameter = plain[number]
             optimizer.state[parameter] = {
-                key: value.to(parameter.device, copy=True) if isinstance(value, Tensor) and value.ndim else value
+                key: value.to(parameter.device if value.ndim else value.device, copy=True)
+                if isinstance(value, Tensor)
+                else value
                 for key, value in state.items()
             }
         return
@@ -206,8 +208,9 @@ def load_states(engine: Engine, saved: Mapping[int, Any], plain: Mapping[int, nn
         if not with_state:
             continue
         for key, value in cut[numbers[id(with_state[0])]].items():
-            sliced = isinstance(value, Tensor) and value.ndim > 0
-            optimizer.optimizer.state[flat][key] = torch.zeros_like(flat) if sliced else value
+            if isinstance(value, Tensor):  # step counts too are counted up in place: to each its own
+                value = torch.zeros_like(flat) if value.ndim else value.clone()
+            optimizer.optimizer.state[flat][key] = value
     _link(optimizer)
     for number, state in cut.items():
         for key, value in state.items():

@@ -15,6 +15,8 @@ CONFIG_FILE = "config.yaml"  # the resolved config of a run, in its directory
 _HYDRA_OVERRIDES = Path(".hydra") / "overrides.yaml"
 _SEARCHED = ("outputs", "multirun")
 # A resumed run may train longer, log elsewhere or run on other hardware; what it learns from what stays.
+_HARDWARE = tuple(f"trainer.{key}" for key in ("accelerator", "devices", "num_nodes", "strategy", "precision"))
+_BATCH_SIZE = "datamodule.batch_size"
 _FIXED = ("method", "module", "datamodule", "seed", "objective")
 
 
@@ -37,6 +39,8 @@ def expand(overrides: list[str]) -> list[str]:
     given = [o for o in overrides if not o.startswith("resume=")]
     given_keys = {_key(o) for o in given}
     kept = [o for o in saved if _key(o) not in given_keys and _key(o) != "resume"]
+    if "trainer" in given_keys:  # another trainer, such as trainer=cpu: the old one's hardware goes with it
+        kept = [o for o in kept if not _key(o).startswith(_HARDWARE)]
     return [*kept, *given, f"resume='{directory}'", f"hydra.run.dir='{directory}'"]
 
 
@@ -69,9 +73,13 @@ def check_unchanged(config: DictConfig) -> None:
         )
     saved = _flat(yaml.safe_load(saved_file.read_text()))
     now = _flat(OmegaConf.to_container(config, resolve=True))
+    batches = _samples_per_batch(saved), _samples_per_batch(now)
+    if None not in batches and batches[0] != batches[1]:
+        raise UsageError(other_batch(batches[0], _world_size(now) or 1, now[_BATCH_SIZE]))
+    spread = {_BATCH_SIZE} if None not in batches else set()  # the same batch over another number of processes
     changed = [
         f"{key} was {saved.get(key)}, now {now.get(key)}"
-        for key in sorted(saved.keys() | now.keys())
+        for key in sorted((saved.keys() | now.keys()) - spread)
         if key.partition(".")[0] in _FIXED and saved.get(key) != now.get(key)
     ]
     if changed:
@@ -80,6 +88,31 @@ def check_unchanged(config: DictConfig) -> None:
             + "\n  ".join(changed)
             + "\nStart a new run from its weights instead: checkpoint=<path of a checkpoint>"
         )
+
+
+def other_batch(before: int, processes: int, batch_size: int) -> str:
+    """What to say when a run would go on with batches of another size than `before`, over all processes."""
+    advice = (
+        f"set datamodule.batch_size={before // processes}"
+        if before % processes == 0
+        else f"use a number of processes that divides {before}, and datamodule.batch_size={before} divided by it"
+    )
+    return (
+        f"resume: the run trains on batches of {before} over all processes; {processes} of datamodule.batch_size="
+        f"{batch_size} make {processes * batch_size}. To go on with {processes}, {advice}"
+    )
+
+
+def _world_size(flat: dict[str, Any]) -> int | None:
+    devices = flat.get("trainer.devices")
+    count = len(devices) if isinstance(devices, list) else devices
+    return count * flat.get("trainer.num_nodes", 1) if isinstance(count, int) else None
+
+
+def _samples_per_batch(flat: dict[str, Any]) -> int | None:
+    """Samples of one batch over all processes; None where the config does not tell."""
+    world, size = _world_size(flat), flat.get(_BATCH_SIZE)
+    return world * size if world is not None and isinstance(size, int) else None
 
 
 def _key(override: str) -> str:
