@@ -73,10 +73,11 @@ def check_unchanged(config: DictConfig) -> None:
         )
     saved = _flat(yaml.safe_load(saved_file.read_text()))
     now = _flat(OmegaConf.to_container(config, resolve=True))
-    batches = _samples_per_batch(saved), _samples_per_batch(now)
-    if None not in batches and batches[0] != batches[1]:
-        raise UsageError(other_batch(batches[0], _world_size(now) or 1, now[_BATCH_SIZE]))
-    spread = {_BATCH_SIZE} if None not in batches else set()  # the same batch over another number of processes
+    batch, batch_now = _samples_per_batch(saved), _samples_per_batch(now)
+    known = batch is not None and batch_now is not None
+    if batch is not None and batch_now is not None and batch != batch_now:
+        raise UsageError(other_batch(batch, _world_size(now) or 1, now[_BATCH_SIZE]))
+    spread = {_BATCH_SIZE} if known else set()  # the same batch over another number of processes
     changed = [
         f"{key} was {saved.get(key)}, now {now.get(key)}"
         for key in sorted((saved.keys() | now.keys()) - spread)
