@@ -66,18 +66,19 @@ class ResumableDataModule(pl.LightningDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self._batches_done = 0
+        self._stopped_at = (0, 0)  # epoch, batches of it that the loaded checkpoint has completed
 
     def state_dict(self) -> dict[str, Any]:
         """Batches of the current epoch that training has completed (not those that workers have fetched)."""
         assert self.trainer is not None
-        loop = self.trainer.fit_loop
+        loop: Any = self.trainer.fit_loop
         done = loop.epoch_loop.batch_progress.current.completed
         finished = done >= loop.max_batches
-        return {"batches_done": 0 if finished else done}
+        # Not `current_epoch`, which counts an epoch that max_steps has cut short as done.
+        return {"epoch": loop.epoch_progress.current.started - 1, "batches_done": 0 if finished else done}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._batches_done = state_dict["batches_done"]
+        self._stopped_at = state_dict["epoch"], state_dict["batches_done"]
 
     def resumable_loader(
         self,
@@ -89,12 +90,15 @@ class ResumableDataModule(pl.LightningDataModule):
         num_workers: int = 0,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A training DataLoader over `dataset` in `order` that starts where the loaded checkpoint stopped."""
+        """A training DataLoader over `dataset` in `order` that starts where the loaded checkpoint stopped.
+
+        Strategies may ask for it more than once, DeepSpeed's before the trainer knows the epoch.
+        """
         rank, world_size, epoch = 0, 1, 0
         if self.trainer is not None:
             rank, world_size = self.trainer.global_rank, self.trainer.world_size
             epoch = self.trainer.current_epoch
-        done, self._batches_done = self._batches_done, 0
+        done = self._stopped_at[1] if epoch == self._stopped_at[0] else 0
         sampler = ResumableSampler(order, start=done * batch_size, epoch=epoch, rank=rank, world_size=world_size)
         return DataLoader(
             dataset,

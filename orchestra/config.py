@@ -137,7 +137,7 @@ class DeepSpeedStrategyConfig(Section):
     def _consistent(self) -> DeepSpeedStrategyConfig:
         if self.stage == 3 and self.ep_size > 1:
             raise ValueError(
-                f"stage=3 with ep_size={self.ep_size}: DeepSpeed cannot cut weights of experts that are spread already; "
+                f"stage=3 with ep_size={self.ep_size}: DeepSpeed cannot cut the weights of spread experts; "
                 "use stage 0, 1 or 2, or ep_size=1"
             )
         if self.stage < 3 and self.offload_parameters:
